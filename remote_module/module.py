@@ -162,10 +162,13 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         """The reference to the module."""
         return self.module_rref
 
-    def recreate(self) -> None:
+    def recreate(self, remote_device: str | None = None) -> None:
         """Makes the module anew, as at the beginning, for example when its worker came back.
 
         Only this handle follows; other handles keep referring to the former module.
+
+        Args:
+            remote_device: where, as for :class:`RemoteModule`; default where it was.
 
         Raises:
             ValueError: the handle came from elsewhere, and does not know how the module was made.
@@ -175,7 +178,14 @@ class _RemoteModule(LocalOnlyMethodsRefused):
                 "recreate() works on the handle with which the module was made, "
                 "not on one that was received or made of a reference"
             )
+        if remote_device is not None:
+            self._place(remote_device, getattr(self, "_interface", None))
         self._attach(self._create())
+
+    @property
+    def can_be_made_anew(self) -> bool:
+        """True if :meth:`recreate` works on this handle: the module was made with it."""
+        return hasattr(self, "_recipe")
 
     def state_dict(self, *, prefix: str = "") -> dict[str, Any]:  # type: ignore[override]
         """Fetches the module's parameters and buffers, by name.

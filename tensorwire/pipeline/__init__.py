@@ -11,6 +11,7 @@ from tensorwire.pipeline.errors import (
     ScheduleError,
     StageFailedError,
     StepAbortedError,
+    SupersededError,
 )
 from tensorwire.pipeline.grad_scaler import GradScaler
 from tensorwire.pipeline.optimizer import PipelineOptimizer
@@ -35,6 +36,7 @@ __all__ = [
     "ScheduleError",
     "StageFailedError",
     "StepAbortedError",
+    "SupersededError",
     "Table",
     "Timeline",
     "Trace",

@@ -4,7 +4,8 @@
     └── PipelineError
         ├── ScheduleError       a table of actions cannot work; also a ValueError
         ├── StageFailedError    a stage raised an error or its worker was lost
-        └── StepAbortedError    this worker's part of a step was called off, as another failed
+        ├── StepAbortedError    this worker's part of a step was called off, as another failed
+        └── SupersededError     another driver has the pipeline, or it was formed again
 
 Arguments that cannot be right raise ``TypeError`` and ``ValueError``.
 """
@@ -43,3 +44,7 @@ class StageFailedError(PipelineError):
 
 class StepAbortedError(PipelineError):
     """This worker's part of a step was called off because another part failed."""
+
+
+class SupersededError(PipelineError):
+    """A later formation of the pipeline is known: this driver, or this worker, was given up."""

@@ -16,6 +16,8 @@ from remote_module import RemoteModule
 from rpc import extend
 from tensorwire.pipeline import sessions
 from tensorwire.pipeline.actions import Action, Table
+from tensorwire.pipeline.backups.keeping import Keep
+from tensorwire.pipeline.backups.places import Owners
 from tensorwire.pipeline.errors import ScheduleError
 from tensorwire.pipeline.placement import choose_table, fit, workers_of
 from tensorwire.pipeline.plan import Loss, Plan, Rows
@@ -31,7 +33,7 @@ from tensorwire.pipeline.worker import Outbox
 Stages = Sequence["RemoteModule | Sequence[RemoteModule]"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Design:
     """A pipeline as its user wants it; see :class:`~tensorwire.pipeline.Pipeline`.
 
@@ -43,6 +45,7 @@ class Design:
         tied: groups of parameters that stay equal.
         settings: how each stage runs.
         prefixes: of the names of each stage's parameters.
+        placed: where the user put the stages, for which the schedule makes the tables.
     """
 
     stages: list[list[RemoteModule]]
@@ -52,6 +55,7 @@ class Design:
     tied: Sequence[Tie]
     settings: tuple[StageSettings, ...]
     prefixes: tuple[str, ...]
+    placed: Owners = ()
 
     def modules(self) -> Iterator[RemoteModule]:
         """All modules, replicas included."""
@@ -63,14 +67,16 @@ class Formation:
 
     Args:
         design: what they take part in.
+        keep: which copies of stages they make and go back to.
 
     Attributes:
         plan: what they were told.
         steps: runs steps with them.
     """
 
-    def __init__(self, design: Design) -> None:
+    def __init__(self, design: Design, keep: Keep) -> None:
         self._design = design
+        self._steps_begun = 0
         owners = tuple(
             tuple(replica.get_module_rref().owner_name() for replica in replicas)
             for replicas in design.stages
@@ -87,12 +93,14 @@ class Formation:
             loss=design.loss,
             shared=plan_sharing(design.stages, owners, design.tied),
             outputs_to_cpu=not design.stages[-1][0].is_device_map_set,
+            keep=keep,
         )
         self._known: dict[Rows, dict[str, tuple[Action, ...]]] = {}
         parts = {worker: (self.plan, self._modules_of(worker)) for worker in self.workers}
         self.call_each(sessions.join, parts)
         self.steps = Steps(self.plan, Outbox(self.plan, extend.worker(), Sessions.here().seek))
-        make_equal(self.plan, design.stages)
+        if keep.version is None:
+            make_equal(self.plan, design.stages)
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
         """Calls ``function(session, *arguments)`` on every worker; returns what each returns."""
@@ -133,6 +141,11 @@ class Formation:
             self._known[key] = rows
         return self._known[key]
 
+    def next_step(self) -> int:
+        """The number of the next step, of training or evaluation."""
+        self._steps_begun += 1
+        return self._steps_begun - 1
+
     def lost(self) -> list[str]:
         """The names of the workers that are gone, also if they came back since."""
         return [each for each, life in self.plan.lives.items() if not extend.is_living(life)]
@@ -161,7 +174,7 @@ class Formation:
                     f"the table is for {table.microbatches} micro-batches, not {microbatches}"
                 )
         else:
-            table = choose_table(schedule, self.plan.owners, microbatches)
+            table = choose_table(schedule, self._design.placed, microbatches)
         validate(table, self.plan.wiring)
         rows = fit(table, self.plan.owners, self.plan.wiring)
         validate(Table.of(rows.values()), self.plan.wiring)

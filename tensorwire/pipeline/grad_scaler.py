@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.pipeline import remote_optimizer as remote
+from tensorwire.pipeline.backups.coordinator import Kind
 
 if TYPE_CHECKING:
     from tensorwire.pipeline.optimizer import PipelineOptimizer
@@ -70,7 +72,8 @@ class GradScaler:
         """
         if self._found_inf is not None:
             raise RuntimeError("unscale_() has already been called since the last update()")
-        found = self._pipeline.call_all(remote.unscale_gradients, 1.0 / self._scale)
+        unscale = partial(self._pipeline.call_all, remote.unscale_gradients, 1.0 / self._scale)
+        found = self._pipeline.perform(Kind.CHANGE, lambda _: unscale())
         self._found_inf = any(found.values())
         return self._found_inf
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tensorwire.pipeline.arrival import copied
 from tensorwire.pipeline.trees import map_tensors, tensors_of
 
 
@@ -28,6 +29,10 @@ class Given:
     positional: tuple[Any, ...]
     keywords: Mapping[str, Any]
     target: Any
+
+    def copied(self) -> Given:
+        """The same in other memory."""
+        return Given(copied(self.positional), copied(dict(self.keywords)), copied(self.target))
 
 
 def split(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tensorwire.checkpoint.spread import Share
 from tensorwire.pipeline import remote_optimizer as remote
+from tensorwire.pipeline.arrival import copied
+from tensorwire.pipeline.backups.coordinator import Kind
 from tensorwire.pipeline.remote_optimizer import GroupRule, Options
 from tensorwire.pipeline.shares import OptimizerShare
 
@@ -39,8 +41,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._cls = cls
         self._options = options
         self._rule = rule
-        self._key = uuid.uuid4().hex
-        made = self._make()
+        self._key = pipeline.optimizer_key()
+        made = pipeline.perform(Kind.ASK, lambda _: self._make())
         own: list[Options] = []
         groups: list[dict[str, Any]] = []
         for each in made.values():
@@ -65,21 +67,26 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        groups = [_plain(group) for group in self.param_groups]
+        groups = [copied(_plain(group)) for group in self.param_groups]
+        self._pipeline.perform(Kind.STEP, lambda _: self._step(groups))
+        return result
+
+    def _step(self, groups: list[Options]) -> None:
         self._pipeline.call_each(
             remote.step_optimizer,
             {worker: (self._key, self._changed(worker, groups)) for worker in self._places},
         )
-        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all stages."""
-        self._pipeline.call_all(remote.zero_gradients, set_to_none)
+        clear = partial(self._pipeline.call_all, remote.zero_gradients, set_to_none)
+        self._pipeline.perform(Kind.CHANGE, lambda _: clear())
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizers' state, by the parameters' names in the pipeline, gathered here."""
         state: dict[str, Any] = {}
-        for found in self._pipeline.call_all(remote.optimizer_state, self._key).values():
+        read = partial(self._pipeline.call_all, remote.optimizer_state, self._key)
+        for found in self._pipeline.perform(Kind.ASK, lambda _: read()).values():
             state.update(found)
         return {"state": state, "param_groups": [_plain(group) for group in self.param_groups]}
 
@@ -89,8 +96,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it has another number of groups.
         """
-        self.load_checkpoint_common(state_dict["param_groups"])
-        self._pipeline.call_all(remote.load_optimizer_state, self._key, state_dict["state"])
+        self._take_groups(state_dict["param_groups"])
+        state = copied(dict(state_dict["state"]))
+        load = partial(self._pipeline.call_all, remote.load_optimizer_state, self._key, state)
+        self._pipeline.perform(Kind.STEP, lambda _: load())
 
     def checkpoint_shares(self) -> list[Share]:
         """The shares of the state each worker saves and loads; see ``tensorwire.checkpoint``."""
@@ -107,6 +116,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: they are for another number of groups.
         """
+        self._take_groups(common)
+        self._pipeline.note_loaded()
+
+    def _take_groups(self, common: list[Options]) -> None:
         if len(common) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(common)} parameter groups, the optimizer "

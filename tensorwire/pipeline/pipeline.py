@@ -1,14 +1,17 @@
 """``Pipeline``: stages of a model on several workers, trained together.
 
-Owns the number of the next step, and what users call. Who takes part with which table is the
-business of ``formation``, how steps run that of ``steps`` here and of ``worker`` there.
+Owns what users call. Who takes part with which table is the business of ``formation``, how steps
+run that of ``steps`` here and of ``worker`` there, and what is done when workers are lost that of
+``backups``.
 """
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,12 +24,22 @@ from remote_module import RemoteModule
 from tensorwire.checkpoint.spread import Share
 from tensorwire.pipeline import remote_optimizer, sessions
 from tensorwire.pipeline.actions import Table
+from tensorwire.pipeline.arrival import copied
+from tensorwire.pipeline.backups.carrying_out import Carrier
+from tensorwire.pipeline.backups.coordinator import Kind, Operation
+from tensorwire.pipeline.backups.driver_state import Kept
+from tensorwire.pipeline.backups.placing import (
+    moved,
+    rebalanced,
+    require_backups,
+    seconds_of,
+)
 from tensorwire.pipeline.balance import Balance
 from tensorwire.pipeline.clocks import offset
 from tensorwire.pipeline.formation import Design, Formation, Stages, as_replicas, as_schedule
-from tensorwire.pipeline.microbatches import merge, rows_of, split
+from tensorwire.pipeline.microbatches import Given, merge, rows_of, split
 from tensorwire.pipeline.optimizer import PipelineOptimizer
-from tensorwire.pipeline.plan import Loss, Rows, Span, StepOrder
+from tensorwire.pipeline.plan import Loss, Rows, Span, StepOrder, StepReport
 from tensorwire.pipeline.progress import progress
 from tensorwire.pipeline.reduction import BatchLoss, Reduction
 from tensorwire.pipeline.remote_optimizer import GroupRule
@@ -69,8 +82,20 @@ class Pipeline:
             ``RemoteModule`` a ``seed``; those of ``split`` are the model's.
         prefixes: put before the names of each stage's parameters in states and checkpoints, where
             they must be unique; default the stage's number and a dot.
+        backups: of each stage, in another worker's memory: 0, or 1 so that training goes on, bit
+            for bit the same, when a worker is lost. Then ``seed`` defaults to
+            ``torch.initial_seed()``.
+        spares: names of workers without stages that may back stages up, and take those of lost
+            workers.
+        name: under which a driver that died and came back finds the pipeline again; needs
+            ``backups=1``.
+        keep_for: seconds for which workers keep the copies when the driver of a pipeline with a
+            name is gone.
+        wait_for_return: seconds to wait for a lost worker to come back under its name, before its
+            stages go to another. They go back to it when it is there.
 
     Raises:
+        PipelineError: another living driver has a pipeline of this name.
         ScheduleError: the schedule does not fit the stages, or its table cannot work.
         TypeError: an argument is of another type.
         ValueError: a connection or a tie names what is not there.
@@ -101,9 +126,17 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         seed: int | None = None,
         prefixes: Sequence[str] | None = None,
+        backups: int = 0,
+        spares: Sequence[str] = (),
+        name: str | None = None,
+        keep_for: float = 600.0,
+        wait_for_return: float = 0.0,
     ) -> None:
         replicas = as_replicas(stages)
+        require_backups(replicas, backups, spares, name)
         numbers = range(len(replicas))
+        if backups and seed is None:
+            seed = torch.initial_seed()
         settings = [
             StageSettings(
                 recompute if isinstance(recompute, bool) else each in recompute, autocast, seed
@@ -123,11 +156,16 @@ class Pipeline:
             tuple(settings),
             tuple(prefixes or (f"{each}." for each in numbers)),
         )
-        self._step = 0
-        self._trained = 0
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._most_held: dict[int, int] = {}
-        self._formation = Formation(self._design)
+        self._made_optimizers = 0
+        self.place: bytes = b""
+        self._carrier = Carrier(
+            self._design, self._renew, name, backups, spares, keep_for, wait_for_return
+        )
+        self._carrier.begin()
+        if self._carrier.resumed is not None:
+            self._take_over()
         if loss is not None:
             self.table(microbatches)
 
@@ -194,7 +232,7 @@ class Pipeline:
     @property
     def steps(self) -> int:
         """The number of training steps done; with ``seed``, random numbers depend on it."""
-        return self._trained
+        return self._carrier.coordinator.trained
 
     @property
     def most_held(self) -> dict[int, int]:
@@ -235,9 +273,11 @@ class Pipeline:
         self._require_keywords(keywords)
         given = split(positional, keywords, target, self._microbatches)
         weights = self._loss.weights([rows_of(each) for each in given])
-        step = self._begin(True, given, weights, scale)
-        reports = self._formation.steps.finish(step)
-        self._trained += 1
+        self._carrier.go_home(self._kept())
+        if self.backups:  # what the loop does with its batch is its own business
+            given = [each.copied() for each in given]
+        train = _Training(self._carrier, given, weights, scale, self.backups > 0)
+        reports = self.perform(Kind.TRAIN, train)
         self._most_held = {at: n for each in reports.values() for at, n in each.most_held.items()}
         losses = {at: loss for each in reports.values() for at, loss in each.losses.items()}
         return torch.stack([losses[at] * weight for at, weight in enumerate(weights)]).sum()
@@ -258,7 +298,7 @@ class Pipeline:
         """
         self._require_keywords(keywords)
         given = split(positional, keywords, None, self._microbatches)
-        outputs = self._outputs(self._begin(False, given))
+        outputs = self.perform(Kind.ASK, lambda _: self._outputs(self._begin(given)))
         ready = any(isinstance(each, list) for each in (*positional, *keywords.values()))
         return outputs if ready else merge(outputs)
 
@@ -280,7 +320,7 @@ class Pipeline:
         try:
             for batch in batches:
                 arguments = batch if isinstance(batch, tuple) else (batch,)
-                under_way.append(self._begin(False, split(arguments, {}, None, 1)))
+                under_way.append(self._begin(split(arguments, {}, None, 1)))
                 if len(under_way) >= most:
                     yield self._outputs(under_way.popleft(), under_way)[0]
             while under_way:
@@ -301,7 +341,7 @@ class Pipeline:
             trace.save_png("step.png")         # who did what when
             trace.save_chrome("step.json")     # for https://ui.perfetto.dev
         """
-        found: dict[str, list[Span]] = self._formation.call_all(sessions.spans)
+        found: dict[str, list[Span]] = self.call_all(sessions.spans)
         if not any(found.values()):
             return None
         shifted = {}
@@ -364,6 +404,7 @@ class Pipeline:
                 if owner in lost:
                     replica.recreate()
         self._form_again()
+        self._carrier.coordinator.note("the pipeline was made anew with recover()")
 
     def replace(self, stage: int, module: RemoteModule, replica: int = 0) -> None:
         """Puts another module in the place of a stage, on the same worker or elsewhere.
@@ -400,6 +441,58 @@ class Pipeline:
         self._optimizers.add(made)
         return made
 
+    def optimizer_key(self) -> str:
+        """Names the next optimizer, the same in each life of the driver."""
+        self._made_optimizers += 1
+        return str(self._made_optimizers - 1)
+
+    def move(self, stage: int, worker: str, replica: int = 0) -> None:
+        """Puts a stage on another worker, state and all, between two steps.
+
+        Nothing that is computed changes by a bit. The schedule's table stays the one of the
+        workers that the pipeline was made with.
+
+        Args:
+            stage: its number.
+            worker: the name of one that is in the group, with or without stages.
+            replica: of the stage.
+
+        Raises:
+            StageFailedError: a worker was lost meanwhile, and there is no copy of its stage.
+            ValueError: there is no such stage, replica or worker, the worker has another replica
+                of the stage, or the stage's handle does not know how its module was made.
+
+        Example::
+
+            pipe.move(2, "worker:5")
+        """
+        owners = moved(self._design, self._carrier.coordinator.owners, stage, worker, replica)
+        self._carrier.move(owners, owners, self._kept())
+
+    def rebalance(self, workers: Sequence[str] | None = None) -> list[str]:
+        """Deals stages out to workers anew, such that the slowest worker is as fast as can be.
+
+        Each worker gets stages that follow each other, by the times measured in the last step.
+        With a worker for each stage, stages go where they were put. Stages with replicas stay.
+
+        Args:
+            workers: their names, in order. Default those with which the pipeline was made and
+                that are living; stages of others go back there when they return.
+
+        Returns:
+            The worker of each stage; of replicas, that of the first.
+
+        Raises:
+            StageFailedError: a worker was lost meanwhile, and there is no copy of its stage.
+            ValueError: no such worker is in the group.
+        """
+        coordinator = self._carrier.coordinator
+        owners = rebalanced(self._design, self._seconds(), workers)
+        homes = owners if workers or not coordinator.missing else coordinator.homes
+        if owners != coordinator.owners:
+            self._carrier.move(owners, homes, self._kept())
+        return [replicas[0] for replicas in coordinator.owners]
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -416,7 +509,8 @@ class Pipeline:
         Raises:
             RuntimeError: the norm is infinite or no number, and ``error_if_nonfinite`` is set.
         """
-        found = self._formation.call_all(remote_optimizer.gradient_norms, norm_type).values()
+        norms_of = remote_optimizer.gradient_norms
+        found = self.perform(Kind.ASK, lambda _: self.call_all(norms_of, norm_type)).values()
         norms = [
             norm
             for stage in range(len(self._design.stages))
@@ -425,7 +519,8 @@ class Pipeline:
         ]
         total = total_norm(norms, norm_type, error_if_nonfinite)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        self._formation.call_all(remote_optimizer.scale_gradients, float(factor))
+        scale = partial(self.call_all, remote_optimizer.scale_gradients, float(factor))
+        self.perform(Kind.CHANGE, lambda _: scale())
         return total
 
     def state_dict(self) -> dict[str, Any]:
@@ -434,9 +529,14 @@ class Pipeline:
         A stage's own names have its number before them: ``"1.norm.weight"``. To save a model
         without gathering it, use ``tensorwire.checkpoint``.
         """
-        state: dict[str, Any] = {}
-        for stage, prefix in zip(self.stages, self._design.prefixes, strict=True):
-            state.update({prefix + name: each for name, each in stage.state_dict().items()})
+
+        def read(operation: Operation) -> dict[str, Any]:
+            pairs = zip(self.stages, self._design.prefixes, strict=True)
+            return {
+                p + name: each for stage, p in pairs for name, each in stage.state_dict().items()
+            }
+
+        state: dict[str, Any] = self.perform(Kind.ASK, read)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -445,6 +545,11 @@ class Pipeline:
         Raises:
             RuntimeError: names are missing or too many.
         """
+        if self.backups:
+            state_dict = copied(dict(state_dict))
+        self.perform(Kind.STEP, lambda _: self._load(state_dict))
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         known: set[str] = set()
         for replicas, prefix in zip(self._design.stages, self._design.prefixes, strict=True):
             for replica in replicas:
@@ -462,21 +567,44 @@ class Pipeline:
 
     def checkpoint_common(self) -> dict[str, int]:
         """The state that no worker has: the number of steps."""
-        return {"steps": self._trained}
+        return {"steps": self.steps}
 
     def load_checkpoint_common(self, common: dict[str, int]) -> None:
         """Goes on counting steps from a checkpoint's number, on which random numbers depend."""
-        self._trained = common["steps"]
+        self._carrier.coordinator.trained = common["steps"]
+        self.note_loaded()
+
+    def note_loaded(self) -> None:
+        """A checkpoint was loaded, which backups do not have until the next step."""
+        self._carrier.coordinator.note("a checkpoint was loaded")
 
     def train(self, mode: bool = True) -> Self:
         """Puts all stages into training mode, or with ``mode=False`` into evaluation mode."""
-        for module in self._design.modules():
-            module.train(mode)
+
+        def put(operation: Operation) -> None:
+            for module in self._design.modules():
+                module.train(mode)
+
+        self.perform(Kind.CHANGE, put)
         return self
 
     def eval(self) -> Self:
         """Puts all stages into evaluation mode."""
         return self.train(False)
+
+    @property
+    def backups(self) -> int:
+        """The number of copies of each stage in other workers' memory."""
+        return self._carrier.backups
+
+    def perform(self, kind: Kind, work: Callable[[Operation], Any]) -> Any:
+        """Does an operation with the stages; with backups, whoever is lost meanwhile.
+
+        Args:
+            kind: what a failed one leaves behind.
+            work: does it, and may be called again.
+        """
+        return self._carrier.perform(kind, work, self._kept() if kind is Kind.TRAIN else None)
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
         """Calls ``function(session, *arguments)`` on every worker; returns what each returns."""
@@ -489,8 +617,8 @@ class Pipeline:
         return self._formation.call_each(function, arguments)
 
     def close(self) -> None:
-        """Has the workers forget the pipeline; the stages' modules stay."""
-        self._formation.leave()
+        """Has the workers forget the pipeline and its backups; the stages' modules stay."""
+        self._carrier.close()
 
     def __enter__(self) -> Self:
         return self
@@ -501,21 +629,34 @@ class Pipeline:
     def _form_again(self) -> None:
         """Begins a session with the workers that are there now, and optimizers made anew."""
         self._formation.leave()
-        self._formation = Formation(self._design)
-        self._step = 0
+        self._carrier.form()
+
+    @property
+    def _formation(self) -> Formation:
+        return self._carrier.formation
+
+    def _renew(self) -> None:
         for optimizer in self._optimizers:
             optimizer.renew()
 
-    def _begin(
-        self,
-        trains: bool,
-        given: Sequence[Any],
-        weights: tuple[float, ...] = (),
-        scale: float = 1.0,
-    ) -> Step:
-        rows = self._formation.rows(trains, len(given))
-        order = StepOrder(self._step, Rows(trains, len(given)), self._trained, weights, scale)
-        self._step += 1
+    def _kept(self) -> bytes:
+        """The driver's own state, which is backed up with stage 0."""
+        return pickle.dumps(Kept(self.steps, self.place))
+
+    def _take_over(self) -> None:
+        """Goes on where an earlier life of the driver was."""
+        (found,) = self.call_each(sessions.kept, {self._formation.plan.owners[0][0]: ()}).values()
+        kept: Kept = pickle.loads(found)
+        self._carrier.coordinator.trained, self.place = kept.steps, kept.place
+
+    def _seconds(self) -> list[float]:
+        """The seconds that each stage took in the last step."""
+        spans = self.perform(Kind.ASK, lambda _: self.call_all(sessions.spans)).values()
+        return seconds_of(len(self._design.stages), [span for each in spans for span in each])
+
+    def _begin(self, given: Sequence[Any]) -> Step:
+        rows = self._formation.rows(False, len(given))
+        order = StepOrder(self._formation.next_step(), Rows(False, len(given)), self.steps)
         return self._formation.steps.begin(order, rows, given)
 
     def _outputs(self, step: Step, later: Iterable[Step] = ()) -> list[Any]:
@@ -535,6 +676,35 @@ class Pipeline:
                 f"the stages take the keyword arguments {sorted(wanted)}, but the step got "
                 f"{sorted(keywords)}; inputs= says which stage takes which"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """One training step, which can be done again.
+
+    Args:
+        carrier: has the formation that does it.
+        given: the micro-batches.
+        weights: of each.
+        scale: of the gradients.
+        keeps: the micro-batches are needed again, whatever the stages do with them.
+    """
+
+    carrier: Carrier
+    given: list[Given]
+    weights: tuple[float, ...]
+    scale: float
+    keeps: bool
+
+    def __call__(self, operation: Operation) -> dict[str, StepReport]:
+        formation, count = self.carrier.formation, len(self.given)
+        rows = formation.rows(True, count)
+        order = StepOrder(
+            formation.next_step(), Rows(True, count), operation.drawn, self.weights, self.scale,
+            operation.cut, operation.kept or b"",
+        )  # fmt: skip
+        given = [each.copied() for each in self.given] if self.keeps else self.given
+        return formation.steps.finish(formation.steps.begin(order, rows, given))
 
 
 def _no_options(name: str, parameter: torch.nn.Parameter) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from rpc import extend
 from tensorwire.pipeline.actions import Action
+from tensorwire.pipeline.backups.keeping import Keep
 from tensorwire.pipeline.letters import Address
 from tensorwire.pipeline.stage import StageSettings
 from tensorwire.pipeline.wiring import Wiring
@@ -59,6 +60,7 @@ class Plan:
         loss: of the last stage's output; None in a pipeline that does not train.
         shared: parameters that stay equal.
         outputs_to_cpu: the driver has no device map for the last stage's outputs.
+        keep: which copies of stages are made and gone back to.
     """
 
     session: str
@@ -71,6 +73,7 @@ class Plan:
     loss: Loss | None
     shared: tuple[Sharing, ...]
     outputs_to_cpu: bool
+    keep: Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ class StepOrder:
         drawn: what random numbers depend on besides the seed: the number of steps done before.
         weights: what each micro-batch's loss counts for.
         scale: what all gradients are multiplied with.
+        cut: the version that is copied to backups meanwhile; None: none.
+        kept: the driver's own state, which is copied with stage 0.
     """
 
     step: int
@@ -98,6 +103,8 @@ class StepOrder:
     drawn: int
     weights: tuple[float, ...] = ()
     scale: float = 1.0
+    cut: int | None = None
+    kept: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from tensorwire.pipeline.backups.copies import restore_optimizer
 from tensorwire.pipeline.plan import Plan
 from tensorwire.pipeline.sessions import Sessions
 from tensorwire.pipeline.worker import StageWorker
@@ -56,6 +57,8 @@ def make_optimizer(
     if not groups:
         return Made([], [], {})
     optimizer = cls([{"params": g, **o} for g, o in zip(groups, own, strict=True)], **options)
+    for index, copied in part.restored.items():
+        restore_optimizer(copied, key, part.stages[index].module, optimizer)
     part.optimizers[key] = optimizer
     return Made(own, [_without_parameters(each) for each in optimizer.param_groups],
                 optimizer.defaults)  # fmt: skip

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,10 +19,16 @@ import rpc
 from rpc import extend
 from tensorwire.pipeline import clocks, letters
 from tensorwire.pipeline.actions import Action
-from tensorwire.pipeline.errors import StepAbortedError
+from tensorwire.pipeline.backups import copies, keeping
+from tensorwire.pipeline.backups.copies import StageCopy
+from tensorwire.pipeline.backups.keeping import Keepers
+from tensorwire.pipeline.backups.places import Found, Seat
+from tensorwire.pipeline.backups.shelf import Epoch
+from tensorwire.pipeline.errors import PipelineError, StepAbortedError
 from tensorwire.pipeline.plan import Plan, Progress, Rows, Span, StepOrder, StepReport
 from tensorwire.pipeline.worker import CHANNEL, Outbox, StageWorker
 
+_SECONDS_TO_END: Final = 600.0
 _GONE = extend.MembershipChange.LOST, extend.MembershipChange.LEFT
 
 
@@ -40,9 +46,14 @@ class Sessions:
         """Those of the current worker."""
         return extend.worker_state("tensorwire.pipeline", lambda: cls(extend.worker()), cls.close)
 
-    def add(self, plan: Plan, modules: Mapping[int, tuple[nn.Module, torch.device]]) -> None:
+    def add(
+        self,
+        plan: Plan,
+        modules: Mapping[int, tuple[nn.Module, torch.device]],
+        restored: Mapping[int, StageCopy],
+    ) -> None:
         """Takes part in a pipeline from now on."""
-        part = StageWorker(plan, modules, Outbox(plan, self._me, self.seek))
+        part = StageWorker(plan, modules, Outbox(plan, self._me, self.seek), restored)
         with self._lock:
             self._workers[plan.session] = part
 
@@ -72,6 +83,23 @@ class Sessions:
         if part is not None:
             part.close(reason)
 
+    def end(self, pipeline: str) -> None:
+        """Leaves all formations of a pipeline; returns when nothing of them runs here.
+
+        Raises:
+            PipelineError: a stage computes for longer than one can wait.
+        """
+        with self._lock:
+            ended = {s: p for s, p in self._workers.items() if p.plan.keep.pipeline == pipeline}
+        for session, part in ended.items():
+            part.close("the pipeline is formed again")
+            if not part.inbox.wait_until_idle(_SECONDS_TO_END):
+                raise PipelineError(
+                    f"worker {self._me.info.name!r} computes a stage of pipeline {pipeline!r} for "
+                    f"more than {_SECONDS_TO_END} seconds, so the pipeline cannot go on"
+                )
+            self.drop(session, "the pipeline is formed again")
+
     def close(self) -> None:
         """The worker shuts down."""
         for end in self._endings:
@@ -97,12 +125,47 @@ class Sessions:
 
 
 def join(session: str, plan: Plan, modules: Mapping[int, tuple[rpc.RRef[nn.Module], str]]) -> None:
-    """Takes part in a pipeline with these stages, each a module and its device."""
+    """Takes part in a pipeline with these stages, each a module and its device.
+
+    Raises:
+        SupersededError: a later formation is known here.
+    """
+    keep = plan.keep
+    Keepers.here().held_by(keep.pipeline, plan.driver, keep.keep_for).enter(keep.epoch)
     here = {
         index: (module.local_value(), torch.device(device))
         for index, (module, device) in modules.items()
     }
-    Sessions.here().add(plan, here)
+    me = extend.worker().info.name
+    seats = {index: Seat(index, plan.owners[index].index(me)) for index in here}
+    restored = keeping.restored(keep, seats)
+    for index, copied in restored.items():
+        copies.restore(copied, here[index][0])
+    Sessions.here().add(plan, here, restored)
+
+
+def gather(pipeline: str, epoch: Epoch, begins: bool) -> Found:
+    """Obeys an epoch from now on; returns which copies are here.
+
+    Raises:
+        SupersededError: a later one is known here.
+    """
+    keeper = Keepers.here().of(pipeline)
+    keeper.enter(epoch)
+    Sessions.here().end(pipeline)
+    if begins:
+        keeper.clear(epoch)
+    return keeper.found()
+
+
+def kept(session: str) -> bytes:
+    """The driver's own state that was copied with the stage 0 that is here."""
+    return Sessions.here().find(session).restored[0].rest.kept
+
+
+def cut(session: str, version: int, kept: bytes) -> None:
+    """Copies this worker's stages, and returns when their backups have the copies."""
+    Sessions.here().find(session).begin_cut(version, kept).finish()
 
 
 def leave(session: str) -> None:

@@ -24,6 +24,9 @@ from rpc import extend
 from tensorwire.pipeline import letters
 from tensorwire.pipeline.actions import Action, Kind
 from tensorwire.pipeline.arrival import copied
+from tensorwire.pipeline.backups.copies import Draft, StageCopy
+from tensorwire.pipeline.backups.keeping import Cut, Keepers
+from tensorwire.pipeline.backups.places import Seat
 from tensorwire.pipeline.errors import StepAbortedError
 from tensorwire.pipeline.inbox import Inbox
 from tensorwire.pipeline.letters import STEP, Address, Content
@@ -90,6 +93,7 @@ class StageWorker:
         plan: of the pipeline.
         modules: the stages that are here, by index, and where their tensors are.
         outbox: brings letters to the others.
+        restored: the copies that the stages were made of; empty if they were not.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class StageWorker:
         plan: Plan,
         modules: Mapping[int, tuple[nn.Module, torch.device]],
         outbox: Outbox,
+        restored: Mapping[int, StageCopy],
     ) -> None:
         self.plan = plan
         self.inbox = Inbox()
@@ -105,6 +110,8 @@ class StageWorker:
             for index, (module, device) in modules.items()
         }
         self.outbox = outbox
+        self.restored = restored
+        self._keeper = Keepers.here().of(plan.keep.pipeline)
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._rows: dict[Rows, tuple[Action, ...]] = {}
         self._failed: dict[int, Action] = {}
@@ -125,6 +132,7 @@ class StageWorker:
         """
         self.inbox.begin(order.step)
         run = _Run(self, order)
+        cut = None if order.cut is None else self.begin_cut(order.cut, order.kept)
         gradients = StepGradients(self.parameters() if order.rows.trains else ())
         self._ended = None
         self.spans = []
@@ -135,13 +143,34 @@ class StageWorker:
             action = None
             if order.rows.trains:
                 run.share()
+            if cut is not None:
+                cut.finish()
             self._end(order.step, gradients)
         except BaseException as error:
             gradients.drop()
+            if cut is not None:
+                cut.wait()
             self._fail(order.step, action, error)
             raise
         self.inbox.end(order.step)
         return run.report()
+
+    def seats(self) -> dict[int, Seat]:
+        """The seats of the stages that are here."""
+        me = self.outbox.name
+        return {index: Seat(index, self.plan.owners[index].index(me)) for index in self.stages}
+
+    def begin_cut(self, version: int, kept: bytes) -> Cut:
+        """Begins to copy all stages that are here, for their backups."""
+        drafts: dict[Seat, Draft | StageCopy] = {}
+        for index, seat in self.seats().items():
+            found = self._keeper.get(seat, version)
+            drafts[seat] = found or Draft(
+                seat, self.stages[index].module, self.optimizers, b"" if index else kept
+            )
+        cut = Cut(self._keeper, self.plan.keep, version, drafts)
+        cut.start()
+        return cut
 
     def abort(self, step: int, last: int, reason: str) -> Progress:
         """Calls off all steps from ``step`` to ``last``, also if they are done here.

@@ -21,6 +21,7 @@ from tests.simulation.group import (
 )
 from tests.tensorwire.launch.game import Game
 from tests.tensorwire.parameter_server.game import check_game
+from tests.tensorwire.pipeline.backup_game import check_game as check_pipeline
 
 _BATCH = 250
 
@@ -36,12 +37,13 @@ def _play(batch: tuple[int, int]) -> tuple[SimulationReport, SimulationReport] |
 
 
 def _play_games(first: int, end: int) -> str:
-    """Plays clusters of parameter servers and jobs of the launcher; returns what was broken."""
+    """Plays clusters of parameter servers, pipelines and jobs; returns what was broken."""
     for seed in range(first, end):
         try:
             check_game(seed)
+            check_pipeline(seed)
         except AssertionError as error:
-            return f"check_game({seed}): {error}"
+            return f"check_game({seed}), of a cluster and of a pipeline: {error}"
     for seed in range(first // 10, end // 10):
         try:
             Game(seed).play()

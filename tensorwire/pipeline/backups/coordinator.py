@@ -81,10 +81,12 @@ class Gather:
     Args:
         epoch: which is obeyed.
         names: of the workers, None for all of the group; who is not living gives no answer.
+        begins: the pipeline begins anew, so all copies are dropped.
     """
 
     epoch: Epoch
     names: tuple[str, ...] | None
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,8 @@ class Coordinator:
         homes: the owners that the user wants.
         spares: workers without stages that may take some.
         epoch: before the first.
+        makes_backups: without, copies are made only while stages move.
+        asks_all: copies may be with any worker of the group.
         waits: says whether to wait for the return of lost workers still, rather than to put
             their stages elsewhere.
     """
@@ -156,6 +160,9 @@ class Coordinator:
         spares: Sequence[str],
         epoch: Epoch,
         waits: Callable[[frozenset[str]], bool] = lambda lost: False,
+        *,
+        makes_backups: bool = True,
+        asks_all: bool = True,
     ) -> None:
         self.homes = homes
         self.owners = homes
@@ -165,24 +172,25 @@ class Coordinator:
         self.trained = 0
         self.settled: int | None = None
         self.has_begun = False
+        self.missing: frozenset[str] = frozenset()
+        self._makes_backups = makes_backups
+        self._asks_all = asks_all
         self._waits = waits
         self._log: list[Operation] = []
         self._newest = -1
         self._is_dirty = True
 
-    @property
-    def displaced(self) -> frozenset[str]:
-        """The workers whose stages others have now."""
-        return frozenset(
-            home
-            for wanted, actual in zip(self.homes, self.owners, strict=True)
-            for home, owner in zip(wanted, actual, strict=True)
-            if home != owner
-        )
+    def next_epoch(self) -> Epoch:
+        """Begins an epoch."""
+        self.epoch = replace(self.epoch, formation=self.epoch.formation + 1)
+        return self.epoch
 
-    def log(self) -> list[Operation]:
-        """The operations since the settled version."""
-        return list(self._log)
+    def count(self, operation: Operation, work: Callable[[Operation], Any]) -> Any:
+        """Does an operation of a pipeline without backups, in which a loss is an error."""
+        operation = replace(operation, drawn=self.trained)
+        result = work(operation)
+        self.trained += operation.kind is Kind.TRAIN
+        return result
 
     def open(self) -> Course:
         """Forms the pipeline for the first time, of what the owners have.
@@ -190,16 +198,18 @@ class Coordinator:
         Raises:
             NoPlaceError: an owner is not there.
         """
-        self.epoch = replace(self.epoch, formation=self.epoch.formation + 1)
+        self.next_epoch()
         self.owners = self.homes
         self._log.clear()
         self._is_dirty = True
         self.settled = None
-        found = yield Gather(self.epoch, self._known())
+        names = None if self._asks_all else self.known()
+        found = yield Gather(self.epoch, names, begins=True)
         for seat in seats_of(self.homes):
             if owner_in(self.homes, seat) not in found:
                 raise NoPlaceError(seat)
-        yield Form(self.epoch, self.homes, choose_backups(self.homes, found, self._known()))
+        self.missing = frozenset()
+        yield Form(self.epoch, self.homes, self._backups(self.homes, found))
 
     def resume(self) -> Course:
         """Forms the pipeline of copies that an earlier driver left; returns their version.
@@ -279,7 +289,7 @@ class Coordinator:
             for h, o in zip(self.homes, self.owners, strict=True)
         )
 
-    def _known(self) -> tuple[str, ...]:
+    def known(self) -> tuple[str, ...]:
         """All workers that ever had a stage, or may have one."""
         names = [w for owners in (self.owners, self.homes) for stage in owners for w in stage]
         self._pool = tuple(dict.fromkeys([*self._pool, *names]))
@@ -287,7 +297,10 @@ class Coordinator:
 
     def _asked(self) -> tuple[str, ...] | None:
         """Whom to ask for copies; a driver that comes back does not know where stages moved."""
-        return self._known() if self.has_begun else None
+        return None if self._asks_all and not self.has_begun else self.known()
+
+    def _backups(self, owners: Owners, found: Mapping[str, Found]) -> dict[Seat, str]:
+        return choose_backups(owners, found, self.known()) if self._makes_backups else {}
 
     def _failed(self, operation: Operation) -> Course:
         """Leaves the stages as they were before an operation that raised an error."""
@@ -333,10 +346,10 @@ class Coordinator:
     def _go_back(self, wanted: Owners | None) -> Course:
         """Forms the pipeline of the newest version of which there are copies."""
         while True:
-            self.epoch = replace(self.epoch, formation=self.epoch.formation + 1)
+            self.next_epoch()
             found: Mapping[str, Found] = yield Gather(self.epoch, self._asked())
             self._pool += tuple(name for name, each in found.items() if each.copies)
-            lost = frozenset(w for w in self._known() if w not in found)
+            lost = frozenset(w for w in self.known() if w not in found)
             if wanted is None and lost and self._waits(lost):
                 yield AwaitWorkers(lost, are_needed=False)
                 continue
@@ -350,11 +363,14 @@ class Coordinator:
             yield Form(
                 self.epoch,
                 owners,
-                choose_backups(owners, found, self._known()),
+                self._backups(owners, found),
                 version,
                 choose_sources(owners, version, found),
             )
-            self.owners, self._newest = owners, max(self._newest, version)
+            self.owners = owners
+            # A number is never used twice, as a worker that has no seat now may keep a copy of it.
+            self._newest = max(self._newest, *(c.version for f in found.values() for c in f.copies))
+            self.missing = frozenset(w for s in self.homes for w in s if w not in found)
             return version
 
     def _since(self, version: int, pending: Operation | None) -> list[Operation]:

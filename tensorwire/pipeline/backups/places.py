@@ -111,8 +111,7 @@ def safest_version(seats: Sequence[Seat], found: Mapping[str, Found]) -> int:
         NoCopyError: there is no version that all have.
     """
     twice = [
-        {v for v in _versions(seat, found) if len(holders_of(seat, v, found)) > 1}
-        for seat in seats
+        {v for v in _versions(seat, found) if len(holders_of(seat, v, found)) > 1} for seat in seats
     ]
     safe = set.intersection(*twice)
     return max(safe) if safe else newest_common_version(seats, found)
@@ -189,9 +188,7 @@ def choose_backups(
     return backups
 
 
-def choose_sources(
-    owners: Owners, version: int, found: Mapping[str, Found]
-) -> dict[Seat, str]:
+def choose_sources(owners: Owners, version: int, found: Mapping[str, Found]) -> dict[Seat, str]:
     """The worker whose copy each seat takes: its owner's own if it has one.
 
     Raises:

@@ -74,6 +74,13 @@ class Shelf(Generic[C]):
             return []
         return self._drop(lambda each: each.version > version)
 
+    def clear(self, epoch: Epoch) -> bool:
+        """The pipeline begins anew: drops everything; returns False if a later epoch is known."""
+        if not self.enter(epoch):
+            return False
+        self._copies.clear()
+        return True
+
     def copies(self) -> frozenset[Copy]:
         """The names of all copies here."""
         return frozenset(self._copies)

@@ -175,7 +175,6 @@ class Game:
         self.reign = 0
         self.over = ""
         self.gone_since_settled: set[int] = set()
-        self.in_use: set[Node] = set()
         self.has_settled = False
         self.log: list[str] = []
         self._start_driver()
@@ -281,7 +280,7 @@ class Game:
         elif kind != "cut":
             node.is_asleep = True
         node.is_zombie = True
-        if node in self.in_use:
+        if node is not self.driver:
             self.gone_since_settled.add(id(node))
         self.log.append(f"{kind} {node.name}")
         if node is self.driver:
@@ -317,10 +316,12 @@ class Game:
                 node.part.is_closed, node.part = True, None
         return obeys
 
-    def _on_gather(self, node: Node, epoch: Epoch) -> Task:
+    def _on_gather(self, node: Node, epoch: Epoch, begins: bool) -> Task:
         yield []
         if not self._enter(node, epoch):
             return _Answer.FENCED
+        if begins:
+            node.shelf.clear(epoch)
         return Found(node.host, node.shelf.copies())
 
     def _on_fetch(self, node: Node, seat: Seat, version: int) -> Task:
@@ -361,8 +362,12 @@ class Game:
         return "formed"
 
     def _on_letter(self, node: Node, epoch: Epoch, number: int, seat: Seat, state: State) -> Task:
-        yield lambda: node.part is None or not epoch.may_follow(node.part.epoch) or (
-            node.part.epoch == epoch
+        yield (
+            lambda: (
+                node.part is None
+                or not epoch.may_follow(node.part.epoch)
+                or (node.part.epoch == epoch)
+            )
         )
         if node.part is not None and node.part.epoch == epoch:
             node.part.letters[number, seat] = state
@@ -380,7 +385,7 @@ class Game:
             return next((k for s, (_, k) in self._own(node, operation.drawn) if not s.stage), None)
         if operation.kind is Kind.TRAIN and operation.work is not None:
             for seat, state in part.states.items():
-                for target in {owner_in(part.form.owners, s) for s in self.seats}:
+                for target in sorted({owner_in(part.form.owners, s) for s in self.seats}):
                     letter = ("letter", epoch, number, seat, state)
                     self._call(node, part.lives[target], *letter, one_way=True)
             wanted = [(number, seat) for seat in self.seats]
@@ -452,10 +457,7 @@ class Game:
         except Fenced:
             assert node is not self.driver, f"{self.seed}: the latest driver is not obeyed"
         except NoCopyError as error:
-            few = len(self.gone_since_settled) < 2
-            assert node is not self.driver or not few, f"{self.seed}: {error}, but {self.log}"
-            if node is self.driver:
-                self.over = "lost"
+            self._lose(node, error)
 
     def _begin(self, carrier: _Carrier, coordinator: Coordinator) -> Task:
         """Forms the pipeline; returns the batch with which to begin."""
@@ -472,6 +474,12 @@ class Game:
                 yield lambda: all(w in self.members for stage in self.homes for w in stage)
                 continue
             return 0
+
+    def _lose(self, node: Node, error: NoCopyError) -> None:
+        """A driver found a stage without a copy, which takes two losses."""
+        if node is self.driver:
+            assert len(self.gone_since_settled) > 1, f"{self.seed}: {error}, but {self.log}"
+            self.over = "lost"
 
     def _move(self, coordinator: Coordinator, batch: int) -> Course:
         owners = [
@@ -495,7 +503,7 @@ class _Carrier:
         self.game, self.node, self.coordinator = game, node, coordinator
         self.lives: dict[str, Node] = {}
         self.form = Form(coordinator.epoch, coordinator.homes, {})
-        self._executed = 0
+        self.found = self._executed = 0
         self.version: int | None = None
 
     def out(self, course: Course) -> Task:
@@ -528,15 +536,22 @@ class _Carrier:
                 yield lambda: any(name in self.game.members for name in effect.names)
 
     def _gather(self, effect: Gather) -> Task:
+        if effect.begins:
+            self.game.has_settled = False
         members = self.game.members
         names = [name for name in effect.names or sorted(members) if name in members]
-        answers = yield [self.game._call(self.node, members[n], "gather", effect.epoch)
-                         for n in names]  # fmt: skip
+        what = "gather", effect.epoch, effect.begins
+        answers = yield [self.game._call(self.node, members[name], *what) for name in names]
         if _Answer.FENCED in answers:
             raise Fenced
-        return {n: a for n, a in zip(names, answers, strict=True) if isinstance(a, Found)}
+        found = {n: a for n, a in zip(names, answers, strict=True) if isinstance(a, Found)}
+        self.found = len(found.keys() & set(self.coordinator.known()))
+        return found
 
     def _form(self, effect: Form) -> Task:
+        assert self.found < 2 or len(effect.backups) == len(self.game.seats), (
+            f"{self.game.seed}: a seat without a backup, though there are {self.found} workers"
+        )
         for seat, backup in effect.backups.items():
             assert backup != owner_in(effect.owners, seat), f"{self.game.seed}: backs itself up"
         self.version = effect.version
@@ -571,10 +586,12 @@ class _Carrier:
 
     def _settle(self, effect: Settle) -> None:
         game = self.game
+        if self.node is not game.driver:
+            return
         game.has_settled = True
         used = {w for stage in self.form.owners for w in stage} | set(self.form.backups.values())
-        game.in_use = {self.lives[name] for name in used if name in self.lives}
-        game.gone_since_settled = {id(node) for node in game.in_use if node.is_zombie}
+        in_use = [self.lives[name] for name in sorted(used) if name in self.lives]
+        game.gone_since_settled = {id(node) for node in in_use if node.is_zombie}
         if len(self.form.backups) < len(game.seats):
             game.gone_since_settled |= {-1, -2}  # nobody was left to back up
         for node in self.lives.values():
