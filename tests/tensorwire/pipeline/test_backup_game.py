@@ -97,5 +97,3 @@ def test_a_mistake_in_the_decisions_breaks_a_rule(
     mutate(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
         Counter(check_game(seed) for seed in range(_SEEDS))
-
-
