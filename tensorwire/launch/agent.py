@@ -52,7 +52,7 @@ from tensorwire.launch.processes import (
     not_started,
 )
 from tensorwire.launch.rendezvous import TensorWireRendezvous
-from tensorwire.launch.report import ProgressLine, describe_end, describe_plan
+from tensorwire.launch.report import ProgressLine, describe_end, describe_exit, describe_plan
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met
 from tensorwire.launch.silence import Silence
@@ -126,7 +126,8 @@ class RoleAgent(SimpleElasticAgent):
         result = agent.run()
 
     Attributes:
-        failure: why the job failed, once it has.
+        failure: why the job failed, once it has, or why this agent was taken out of it.
+        is_dismissed: this agent was taken out of the job, which goes on without it.
     """
 
     def __init__(
@@ -157,6 +158,8 @@ class RoleAgent(SimpleElasticAgent):
         self._role_names: dict[int, str] = {}
         self._failures: dict[int, ProcessFailure] = {}
         self.failure: Failure | None = None
+        self.is_dismissed = False
+        self._told_of: set[str] = set()
         self._values: dict[int, Any] = {}
         self._not_started: list[Ended] = []
         self._stores: dict[str, StoreServer] = {}
@@ -181,7 +184,10 @@ class RoleAgent(SimpleElasticAgent):
         """Takes part in the plan; which seats this agent has, it learns from there."""
         handler = self._handler
         offers = tuple((role.name, role.count) for role in self._roles)
-        self._node = Node(str(group_rank), group_rank, socket.gethostname(), offers, self._spare)
+        hosts = isinstance(handler, TensorWireRendezvous) and handler.is_hosting
+        self._node = Node(
+            str(group_rank), group_rank, socket.gethostname(), offers, self._spare, hosts=hosts
+        )
         patience = _JOIN_SECONDS
         if isinstance(handler, TensorWireRendezvous):
             store = handler.job_store
@@ -243,12 +249,13 @@ class RoleAgent(SimpleElasticAgent):
             values = dict.fromkeys(self._workers) | self._values
             return RunResult(WorkerState.SUCCEEDED, values)
         self._remaining_restarts = 0  # what starts again, the plan has said
-        self.failure = plan.failure
-        return RunResult(WorkerState.FAILED, failures=self._first_failures(plan))
+        dismissal = plan.dismissal(self._node.id)
+        self.is_dismissed = dismissal is not None and not plan.phase.is_over
+        self.failure = plan.failure if dismissal is None else dismissal.failure
+        return RunResult(WorkerState.FAILED, failures=self._first_failures(self.failure))
 
-    def _first_failures(self, plan: Plan) -> dict[int, ProcessFailure]:
-        """The failure that ended the job, if it was here."""
-        first = plan.failure
+    def _first_failures(self, first: Failure | None) -> dict[int, ProcessFailure]:
+        """The failure that ended the job, or this agent's part in it, if it was here."""
         if first is None or first.id not in self._failures or first.host != self._node.host:
             return {}
         return {first.id: self._failures[first.id]}
@@ -288,10 +295,21 @@ class RoleAgent(SimpleElasticAgent):
         for event in events:
             if isinstance(event, Left):
                 _logger.warning("agent %s gives no sign of life; it is struck out", event.node)
+        self._tell_of_dismissals(plan)
         for effect in self._steward.act(now, plan, self._lost()):
             self._perform(effect, plan)
         self._progress.show(describe_plan(plan, lambda seat: seat.id in self._processes))
         return plan
+
+    def _tell_of_dismissals(self, plan: Plan) -> None:
+        for each in plan.dismissals:
+            if each.node not in self._told_of and each.node != self._node.id:
+                self._told_of.add(each.node)
+                _logger.warning(
+                    "agent %s on %s is taken out of the job, which goes on: %s failed with %s and "
+                    "has no restarts left there", each.node, each.failure.host, each.failure.who,
+                    describe_exit(each.failure.exit_code),
+                )  # fmt: skip
 
     def _poll(self) -> list[Ended]:
         found = []
@@ -480,7 +498,8 @@ class RoleAgent(SimpleElasticAgent):
         handler = self._handler
         if isinstance(handler, TensorWireRendezvous):
             with contextlib.suppress(RuntimeError):
-                handler.set_closed()
+                if plan.phase.is_over:
+                    handler.set_closed()
                 if handler.is_hosting:
                     self._wait_for_others(plan)
         with contextlib.suppress(RuntimeError):

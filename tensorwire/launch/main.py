@@ -41,7 +41,7 @@ from tensorwire.launch.flags import Command, FlagError, Streams, parse
 from tensorwire.launch.group_key import GroupKey, GroupKeyError, choose_key
 from tensorwire.launch.job_file import JobFileError
 from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler, plain
-from tensorwire.launch.report import describe_failure
+from tensorwire.launch.report import describe_dismissal, describe_failure
 from tensorwire.launch.roles import RoleError, Share
 
 _logger = logging.getLogger("rpcrun")
@@ -219,7 +219,8 @@ def _run_roles(
         handler.shutdown()
     if result is not None and result.is_failed():
         if agent.failure is not None:
-            print(f"rpcrun: {describe_failure(agent.failure)}", file=sys.stderr, flush=True)
+            describe = describe_dismissal if agent.is_dismissed else describe_failure
+            print(f"rpcrun: {describe(agent.failure)}", file=sys.stderr, flush=True)
         if result.failures:
             raise ChildFailedError(said.training_script, result.failures)
         raise JobFailedError(f"{said.training_script} failed")

@@ -84,6 +84,9 @@ class Node:
         offers: how many workers of which role it has room for, by role.
         spare: room for workers of an agent that died, of any role.
         place: its group rank: the lowest number that no other agent had as it joined.
+        hosts: it hosts the store, so the job ends with it.
+        is_late: it joined a job that had begun without it.
+        failures: how often what may start again, by name, failed while it was held here.
     """
 
     id: str
@@ -92,10 +95,22 @@ class Node:
     offers: tuple[tuple[str, int], ...]
     spare: int = 0
     place: int = 0
+    hosts: bool = False
+    is_late: bool = False
+    failures: tuple[tuple[str, int], ...] = ()
 
     def offered(self, role: str) -> int:
         """The number of workers of a role that it has room for."""
         return dict(self.offers).get(role, 0)
+
+    def failed(self, what: str) -> int:
+        """How often a worker, a role or the job failed here."""
+        return dict(self.failures).get(what, 0)
+
+    def with_failure(self, what: str) -> Node:
+        """The agent after one failure more."""
+        counts = dict(self.failures) | {what: self.failed(what) + 1}
+        return replace(self, failures=tuple(counts.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +127,7 @@ class Seat:
         pause: seconds to wait before that life begins.
         done: its worker has ended well.
         restarts: failures of this worker.
+        needs_room: no spare seat takes it over: with it an agent was taken out of the job.
     """
 
     role: str
@@ -123,6 +139,7 @@ class Seat:
     pause: float = 0.0
     done: bool = False
     restarts: Restarts = Restarts()
+    needs_room: bool = False
 
     @property
     def name(self) -> str:
@@ -175,6 +192,19 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Dismissal:
+    """An agent was taken out of the job, which goes on without it.
+
+    Args:
+        node: its id.
+        failure: why.
+    """
+
+    node: str
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All that the agents of a job agree on.
 
@@ -187,6 +217,7 @@ class Plan:
         gathers: everything is to stop, and then begin again.
         restarts: failures that started the whole job again.
         failure: why it failed, if it did.
+        dismissals: the latest agents that were taken out of the job.
     """
 
     min_nodes: int
@@ -197,10 +228,20 @@ class Plan:
     gathers: bool = False
     restarts: Restarts = Restarts()
     failure: Failure | None = None
+    dismissals: tuple[Dismissal, ...] = ()
 
     def node(self, node_id: str) -> Node | None:
         """An agent that takes part; None if it does not."""
         return next((node for node in self.nodes if node.id == node_id), None)
+
+    def dismissal(self, node_id: str) -> Dismissal | None:
+        """Says why an agent was taken out of the job; None if it was not."""
+        return next((each for each in self.dismissals if each.node == node_id), None)
+
+    def with_node(self, changed: Node) -> Plan:
+        """The plan with one agent changed."""
+        nodes = tuple(changed if node.id == changed.id else node for node in self.nodes)
+        return replace(self, nodes=nodes)
 
     def role(self, name: str) -> RoleState:
         """A role by its name."""
@@ -264,13 +305,17 @@ def _plan(fields: dict[str, Any]) -> Plan:
             "seats": tuple(map(_seat, fields["seats"])),
             "restarts": Restarts(**fields["restarts"]),
             "failure": None if fields["failure"] is None else Failure(**fields["failure"]),
+            "dismissals": tuple(
+                Dismissal(each["node"], Failure(**each["failure"])) for each in fields["dismissals"]
+            ),
         }
     )
 
 
 def _node(fields: dict[str, Any]) -> Node:
     offers = tuple((role, count) for role, count in fields["offers"])
-    return Node(**{**fields, "offers": offers})
+    failures = tuple((what, count) for what, count in fields["failures"])
+    return Node(**{**fields, "offers": offers, "failures": failures})
 
 
 def _role_state(fields: dict[str, Any]) -> RoleState:

@@ -36,14 +36,23 @@ def describe_end(end: Ended) -> str:
     return "was stopped" if end.stopped else f"ended with {describe_exit(end.exit_code)}"
 
 
+def describe_dismissal(failure: Failure) -> str:
+    """Tells why an agent was taken out of a job, over several lines."""
+    return _describe("this agent is out of the job, which goes on without it", failure)
+
+
 def describe_failure(failure: Failure) -> str:
     """Tells why a job failed, over several lines."""
+    return _describe("the job failed", failure)
+
+
+def _describe(what: str, failure: Failure) -> str:
     if not failure.who:
-        return f"the job failed: {failure.said}"
+        return f"{what}: {failure.said}"
     restarts = failure.life - 1
     again = f" after {restarts} restart{'s' * (restarts != 1)}" if restarts > 0 else ""
     head = (
-        f"the job failed: {failure.who} (id {failure.id}, process {failure.process} on "
+        f"{what}: {failure.who} (id {failure.id}, process {failure.process} on "
         f"{failure.host}) failed first, with {describe_exit(failure.exit_code)}{again}"
     )
     said = [_INDENT + line for line in (failure.said or _NOTHING_SAID).splitlines()]

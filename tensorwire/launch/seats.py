@@ -15,15 +15,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tensorwire.launch.plan import (
+    Dismissal,
     Failure,
     Node,
     Order,
     Phase,
     Plan,
+    Restarts,
     RoleState,
     Seat,
 )
 from tensorwire.launch.roles import Restart, Role, RoleError, Share
+
+_DISMISSALS_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,9 @@ def _joined(plan: Plan, event: Joined) -> Plan:
             )
     taken = {node.place for node in plan.nodes}
     place = next(place for place in range(len(taken) + 1) if place not in taken)
-    return replace(plan, roles=states, nodes=(*plan.nodes, replace(event.node, place=place)))
+    is_late = plan.phase is Phase.RUNNING
+    node = replace(event.node, place=place, is_late=is_late, failures=())
+    return replace(plan, roles=states, nodes=(*plan.nodes, node))
 
 
 def _policy(role: Role) -> Role:
@@ -178,8 +184,16 @@ def _failed(plan: Plan, seat: Seat, event: Exited) -> Plan:
     scope: Seat | RoleState | Plan = seat
     if state.role.restart is not Restart.WORKER:
         scope = state if state.role.restart is Restart.ROLE else plan
-    restarts = scope.restarts.after(event.soon)
-    if restarts.spent > (state.role.max_restarts or 0):
+    restarts, most = scope.restarts.after(event.soon), state.role.max_restarts or 0
+    holder = plan.node(seat.holder)
+    if holder is not None and _can_do_without(plan, holder):
+        what = {Restart.WORKER: seat.name, Restart.ROLE: seat.role}.get(state.role.restart, "")
+        holder = holder.with_failure(what)
+        if holder.failed(what) > most:
+            return _dismissed(plan, holder, seat, event.failure)
+        plan = plan.with_node(holder)
+        restarts = replace(restarts, spent=scope.restarts.spent)
+    if restarts.spent > most:
         return replace(plan, phase=Phase.FAILED, failure=event.failure)
     waiting = replace(seat, order=Order.WAIT)
     if state.role.restart is Restart.WORKER:
@@ -188,6 +202,24 @@ def _failed(plan: Plan, seat: Seat, event: Exited) -> Plan:
     if state.role.restart is Restart.ROLE:
         return _gather_role(plan.with_role(replace(state, restarts=restarts)), seat.role)
     return _gather_job(replace(plan, restarts=restarts))
+
+
+def _can_do_without(plan: Plan, node: Node) -> bool:
+    """True if an agent's failures are its own affair: the job had begun, and goes on, without."""
+    return node.is_late and not node.hosts and len(plan.nodes) > plan.min_nodes
+
+
+def _dismissed(plan: Plan, node: Node, seat: Seat, failure: Failure) -> Plan:
+    """An agent's workers failed too often: it is out of the job, as if it had left.
+
+    The seat begins afresh with an agent that has room of its own: none that works gives it a
+    spare seat, lest it be the next to go.
+    """
+    plan = _left(plan, Left(node.id))
+    own = plan.role(seat.role).role.share is Share.AGENT
+    plan = plan.with_seat(replace(plan.seat(seat.id), restarts=Restarts(), needs_room=own))
+    dismissals = (*plan.dismissals, Dismissal(node.id, failure))[-_DISMISSALS_KEPT:]
+    return replace(plan, dismissals=dismissals)
 
 
 def _met(plan: Plan, event: Met) -> Plan:
@@ -303,7 +335,7 @@ def _hand_over(plan: Plan, seat: Seat) -> Plan:
         node for node in plan.nodes if _held(plan, node, role.name) < _room(plan, node, role)
     ]
     with_spare = [node for node in plan.nodes if _spare_left(plan, node) > 0]
-    candidates = with_room or with_spare
+    candidates = with_room or ([] if seat.needs_room else with_spare)
     if not candidates:
         return plan
     holder = min(candidates, key=lambda node: (_held(plan, node, role.name), node.number))

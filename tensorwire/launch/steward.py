@@ -24,6 +24,9 @@ SOON = 10.0
 """Seconds within which a worker that fails counts as one that fails again and again."""
 
 
+_ANOTHERS = "this agent does not hold its seat any more"
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A process of this agent ended.
@@ -117,8 +120,9 @@ class Steward:
         return list(self._running)
 
     def is_finished(self, plan: Plan) -> bool:
-        """True if the job is over and nothing runs here any more."""
-        return plan.phase.is_over and not self._running
+        """True if the job, or this agent's part in it, is over and nothing runs here any more."""
+        is_over = plan.phase.is_over or plan.dismissal(self.node.id) is not None
+        return is_over and not self._running
 
     # --- What was seen
 
@@ -142,7 +146,8 @@ class Steward:
             if seat.order is Order.STOP and seat.id not in self._running  # it never began
         ]
         events += self._scarcity(now, plan)
-        if plan.node(me) is None and not self._running and not plan.phase.is_over:
+        is_over = plan.phase.is_over or plan.dismissal(me) is not None
+        if plan.node(me) is None and not self._running and not is_over:
             events.append(Joined(self.node, self._roles))
         return events
 
@@ -188,7 +193,9 @@ class Steward:
             if run.lost_since is not None and now - run.lost_since >= LOST_SECONDS:
                 effects += self._kill(run, seat_id, "its group declared it lost")
             elif not is_in or seat is None or seat.life != run.life:
-                effects += self._kill(run, seat_id, "this agent does not hold its seat any more")
+                is_out = plan.dismissal(self.node.id) is not None
+                why = "this agent is out of the job" if is_out else _ANOTHERS
+                effects += self._kill(run, seat_id, why)
             elif seat.order is not Order.RUN or plan.phase is Phase.FAILED:
                 effects += self._stop(now, run, seat_id)
         if plan.phase is Phase.RUNNING and is_in:

@@ -155,6 +155,26 @@ def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed
     ]
 
 
+def test_a_newcomer_whose_worker_fails_leaves_the_others_alone(work: Job) -> None:
+    meets = ("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "j", "--nnodes", "1:2")
+    meets += ("--monitor-interval", "0.02", "--role", "ps:1,service")
+    meets += ("--role", "trainer:1,max_restarts=1", LIGHT, str(work.folder))
+    first = work.start(*meets, "trainer:1#1=fail", "trainer:1#2=raise")
+    healthy = [work.life("trainer:0"), work.life("ps:0")]
+    second = work.start(*meets, "trainer:1#1=fail", "trainer:1#2=raise")
+    assert second.wait() == 1
+    assert "this agent is out of the job, which goes on without it: trainer:1 (id " in second.said
+    assert "failed first, with exit code 1 after 1 restart" in second.said
+    assert "ArithmeticError: trainer:1 cannot count" in second.said
+    assert not work.life("ps:1").lives
+    until(lambda: "is taken out of the job, which goes on: trainer:1 failed" in first.said, SECONDS)
+    third = work.start(*meets, "trainer:1#1=fail", "trainer:1#2=raise")
+    assert work.life("trainer:1", 3).lives
+    assert all(each.lives for each in healthy)
+    work.end()
+    assert [first.wait(), third.wait()] == [0, 0]
+
+
 _JOB_FILE = """
 standalone: true
 monitor_interval: 0.02

@@ -14,6 +14,7 @@ from tensorwire.launch.plan import Failure, Seat
 from tensorwire.launch.processes import by_cause, ended_badly
 from tensorwire.launch.report import (
     ProgressLine,
+    describe_dismissal,
     describe_end,
     describe_exit,
     describe_failure,
@@ -66,6 +67,9 @@ def test_the_report_names_the_worker_that_failed_first_and_what_it_said() -> Non
         "    Boom",
     ]
     assert "decorate its main function" in describe_failure(Failure("a:0", "", 0, "h", 1, -9, 1))
+    assert describe_dismissal(failure).startswith(
+        "this agent is out of the job, which goes on without it: trainer:3 (id 5, process 77 on "
+    )
     assert describe_failure(Failure("", "too few agents")) == "the job failed: too few agents"
 
 

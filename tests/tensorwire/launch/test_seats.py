@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tensorwire.launch.plan import Order, Phase
 from tensorwire.launch.roles import RoleError
-from tests.tensorwire.launch.plans import SIGKILL, Job, roles
+from tensorwire.launch.seats import Joined
+from tests.tensorwire.launch.plans import SIGKILL, Job, node, roles
 
 
 def test_a_job_begins_when_enough_agents_are_there() -> None:
@@ -116,7 +119,7 @@ def test_an_agent_that_goes_leaves_its_seats_to_the_next_that_joins() -> None:
 def test_spare_seats_take_the_place_of_those_of_an_agent_that_died() -> None:
     job = Job("ps:1,service", "trainer:2", nodes=2, spare=2)
     job.leave(0)
-    assert job.says("ps") == "1:run2 1:run1"
+    assert job.says("ps") == "1:run2 1:run2"
     assert job.says("trainer") == "1:run2 -:nothing1 1:run1 1:run1"
 
 
@@ -279,3 +282,69 @@ def test_a_worker_that_has_yet_to_stop_is_waited_for_when_another_agent_goes() -
     assert job.plan.role("ddp").gathers
     job.all_end("ddp")
     assert job.plan.role("ddp").members == (0, 2)
+
+
+class TestAnAgentThatJoinedLater:
+    """Its failures are its own affair, as long as the job has enough agents without it."""
+
+    def test_is_taken_out_when_its_restarts_are_spent_and_the_others_go_on(self) -> None:
+        job = Job("trainer:1,max_restarts=1", nodes=2, spare=1)
+        job.ends("trainer:1", 3)
+        assert job.says("trainer") == "0:run1 1:run2"
+        job.ends("trainer:1", 3)
+        assert job.plan.phase is Phase.RUNNING
+        assert [node.id for node in job.plan.nodes] == ["node0"]
+        dismissal = job.plan.dismissal("node1")
+        assert dismissal is not None
+        assert (dismissal.failure.who, dismissal.failure.life) == ("trainer:1", 2)
+        assert job.says("trainer") == "0:run1 -:nothing2", "no spare seat is to be the next to go"
+        job.ends("trainer:0", 3)
+        assert job.says("trainer") == "0:run2 -:nothing2", "the others have all their restarts"
+
+    def test_leaves_its_seat_to_the_next_which_begins_afresh(self) -> None:
+        job = Job("trainer:1,max_restarts=1", nodes=2)
+        for _ in range(2):
+            job.ends("trainer:1", 3)
+        job.join(2)
+        assert job.says("trainer") == "0:run1 2:run3"
+        job.ends("trainer:1", 3)
+        assert job.says("trainer") == "0:run1 2:run4"
+
+    def test_leaves_workers_of_the_job_to_the_others(self) -> None:
+        job = Job("ps:2/job,service,max_restarts=0", "trainer:1", nodes=2, spare=1)
+        job.leave(0)
+        job.join(2)
+        assert job.says("ps") == "1:run2 1:run2"
+        job.ends("ps:1", SIGKILL)
+        assert job.says("ps") == "2:run3 2:run3"
+        assert job.plan.phase is Phase.RUNNING
+
+    @pytest.mark.parametrize("scope", ["restart=role", "restart=job", "pg"])
+    def test_spends_its_own_restarts_where_others_start_again_with_it(self, scope: str) -> None:
+        job = Job(f"trainer:1,max_restarts=1,{scope}", nodes=2)
+        for port in (1, 2):
+            job.all_end("trainer")
+            job.meets("trainer", port)
+            job.ends("trainer:1", 3)
+        job.all_end("trainer")
+        job.meets("trainer", 3)
+        assert [node.id for node in job.plan.nodes] == ["node0"]
+        assert job.says("trainer").startswith("0:run")
+        job.ends("trainer:0", 3)
+        assert job.plan.phase is Phase.RUNNING
+
+    def test_ends_the_job_if_that_has_not_enough_agents_without_it(self) -> None:
+        job = Job("trainer:1", nodes=2)
+        job.leave(0)
+        job.ends("trainer:1", 3)
+        assert job.plan.phase is Phase.FAILED
+        together = Job("trainer:1", nodes=2, at_least=2)
+        together.ends("trainer:1", 3)
+        assert together.plan.phase is Phase.FAILED
+
+    def test_ends_the_job_if_it_hosts_the_store(self) -> None:
+        job = Job("trainer:1", nodes=1)
+        host = replace(node(1, job.roles), hosts=True)
+        job.happens(Joined(host, job.roles))
+        job.ends("trainer:1", 3)
+        assert job.plan.phase is Phase.FAILED

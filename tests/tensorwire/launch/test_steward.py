@@ -194,3 +194,17 @@ def test_a_life_that_has_to_stop_before_it_began_has_stopped() -> None:
     agent.plan = apply(agent.plan, [Left("node1")])
     assert {seat.order for seat in agent.plan.held_by("node0")} == {Order.STOP}
     assert names(agent.round()) == ["Start trainer:0", "Start trainer:1"]
+
+
+def test_an_agent_that_was_taken_out_kills_what_it_runs_and_does_not_join_again() -> None:
+    first = Agent("trainer:1")
+    first.round()
+    late = make(1, first.roles)
+    first.plan = apply(first.plan, late.report(first.now, first.plan, [], []))
+    assert names(late.act(first.now, first.plan)) == ["Start trainer:1"]
+    failed = late.report(first.now, first.plan, [Ended(1, 3)], [])
+    plan = apply(first.plan, failed)
+    assert late.report(first.now, plan, [], []) == []
+    assert late.is_finished(plan)
+    assert not first.steward.is_finished(plan)
+    assert names(first.steward.act(first.now, plan)) == []
