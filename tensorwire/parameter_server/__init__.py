@@ -7,6 +7,12 @@ says what tables are; ``decisions`` is the protocol, without I/O; ``kernels`` ar
 
 from tensorwire.parameter_server.client.cache import Cache
 from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy, Saving
+from tensorwire.parameter_server.client.collection import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    Feature,
+    KeyedTensor,
+)
 from tensorwire.parameter_server.client.connecting import connect
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag
@@ -70,13 +76,17 @@ __all__ = [
     "DenseGroup",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
     "Exchanging",
+    "Feature",
     "Float16",
     "Float32",
     "GradientError",
     "Gradients",
     "Initialiser",
     "Int8",
+    "KeyedTensor",
     "MinCount",
     "NanPolicy",
     "Normal",

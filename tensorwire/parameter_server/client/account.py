@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tensorwire.parameter_server.client.exchange import Asked, Pulled
+from tensorwire.parameter_server.client.exchange import Answer, PendingPull
 from tensorwire.parameter_server.decisions.reads import AT_ONCE
 
 
@@ -34,11 +34,11 @@ class Account:
         finally:
             self.seconds[stage] += time.perf_counter() - begin
 
-    def counted(self, asked: Asked, pulled: Pulled) -> Pulled:
+    def counted(self, asked: PendingPull, answer: Answer) -> Answer:
         """Counts an answer, and returns it."""
         if asked.step != AT_ONCE:
-            self.staleness[max(0, asked.step - pulled.low)] += 1
-        return pulled
+            self.staleness[max(0, asked.step - answer.low)] += 1
+        return answer
 
     def told(self) -> dict[str, Any]:
         """For ``Cluster.stats``."""

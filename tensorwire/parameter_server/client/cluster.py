@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,9 +20,12 @@ from tensorwire.parameter_server.client.account import Account
 from tensorwire.parameter_server.client.cache import Cache
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.exchange import (
+    Answer,
     Exchanging,
     Gradients,
     Pulled,
+    Step,
+    StepGradient,
     Wanted,
     Whole,
 )
@@ -30,8 +34,9 @@ from tensorwire.parameter_server.client.finding import (
     role_or_names,
     those_there,
 )
+from tensorwire.parameter_server.client.row_fetcher import RowFetcher
 from tensorwire.parameter_server.client.session import Session
-from tensorwire.parameter_server.client.splitting import WholeDense, WholeTable
+from tensorwire.parameter_server.client.splitting import RowGradients, WholeDense
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import PushKind
@@ -52,6 +57,7 @@ from tensorwire.parameter_server.declarations.wire import FLOAT32, Kind, Wire, b
 from tensorwire.parameter_server.kernels.copying import is_finite
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, verdict_on
+from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.messaging.settings import Meeting, consistency_of
 from tensorwire.parameter_server.rows.device_memory import to_host
 
@@ -125,6 +131,7 @@ class Cluster:
         consistency: between trainers.
         nans: what happens to gradients that are no numbers.
         meanwhile: done once, while the next step waits for servers; None for nothing.
+        rows: fetches the rows that modules look up.
     """
 
     def __init__(self, session: Session, nans: NanPolicy) -> None:
@@ -137,6 +144,7 @@ class Cluster:
         self._account = Account()
         self._tables: dict[str, Table] = {}
         self._dense: dict[str, DenseGroup] = {}
+        self.rows = RowFetcher(self)
 
     def __repr__(self) -> str:
         view = self.session.view
@@ -326,15 +334,89 @@ class Cluster:
         """
         for each in (push, pull):
             self._require_known(each)
+        rows = [] if push is None else self.gradients_of(push.tables)
+        wanted = [] if pull is None else self.grouped(pull.tables)
+        names = () if pull is None else pull.dense
+        dense = {} if push is None else push.dense
+        gone = Step(rows, dense) if push is not None else None
+        sent = self.send(gone, wanted, names, skip)
+
+        def finish(timeout: float | None) -> Pulled | None:
+            answer: Answer | None = sent.wait(timeout)
+            if answer is None:
+                return None if pull is None else Pulled({}, {}, 0)
+            tables: dict[str, Tensor] = {}
+            for ids, found in zip(wanted, answer.rows, strict=True):
+                tables.update(zip(ids.tables, found.split_with_sizes(ids.sizes), strict=True))
+            return Pulled(tables, answer.dense, answer.low)
+
+        return Exchanging(finish)
+
+    def gradients_of(self, tables: Mapping[str, tuple[Tensor, Tensor]]) -> list[StepGradient]:
+        """Gradients of tables, those of one kind together.
+
+        Args:
+            tables: by name, ids that are all different and a row for each.
+        """
+        found = []
+        for ids in self.grouped({name: given for name, (given, _) in tables.items()}):
+            grads = [tables[name][1] for name in ids.tables]
+            found.append(StepGradient(ids, grads[0] if len(grads) == 1 else torch.cat(grads)))
+        return found
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables that were declared here."""
+        return list(self._tables.values())
+
+    def known(self, name: str) -> Table:
+        """A table that was declared here."""
+        return self._tables[name]
+
+    def grouped(self, wanted: Mapping[str, Tensor]) -> list[TableIds]:
+        """Ids of rows, those of tables of one kind together.
+
+        Args:
+            wanted: by the name of the table, ids that are all different.
+        """
+        kinds: dict[Any, list[Table]] = {}
+        for name in wanted:
+            kinds.setdefault(self._tables[name].kind, []).append(self._tables[name])
+        for tables in kinds.values():
+            tables.sort(key=_order_of)
+        return [_joined(tables, [wanted[t.name] for t in tables]) for tables in kinds.values()]
+
+    def send(
+        self,
+        push: Step | None,
+        wanted: Sequence[TableIds] = (),
+        dense: tuple[str, ...] = (),
+        skip: bool = False,
+    ) -> Exchanging:
+        """As :meth:`exchange`, of what was put together and checked before.
+
+        Args:
+            push: the gradients; None for none.
+            wanted: ids of rows to pull; no table twice.
+            dense: names of dense groups to pull.
+            skip: pushes an empty step if ``push`` is None.
+
+        Returns:
+            Its ``wait`` returns an ``Answer``, or None if nothing was asked for.
+
+        Raises:
+            GradientError: gradients are not finite; see :class:`NanPolicy`.
+            RolledBack: see there.
+        """
         if push is not None or skip:
             self.join()
         gone: Whole | None = None
         with self._account.timed("sending"):
             if push is not None or skip:
                 gone = self._whole(push)
-            number, asked = self.session.send(gone, pull)
+            number, asked = self.session.send(gone, wanted, dense)
 
-        def finish(timeout: float | None) -> Pulled | None:
+        def finish(timeout: float | None) -> Answer | None:
             try:
                 with self._account.timed("waiting"):
                     if asked is not None:
@@ -353,7 +435,7 @@ class Cluster:
         if what is not None:
             what()
 
-    def _whole(self, push: Gradients | None) -> Whole:
+    def _whole(self, push: Step | None) -> Whole:
         if push is None:
             return Whole(PushKind.SKIP)
         dense = {}
@@ -361,20 +443,19 @@ class Cluster:
             group = self._dense[name]
             flat = [None if g is None else to_host(g.detach()).reshape(-1) for g in grads]
             dense[name] = WholeDense(group.spec, flat, group.hyper())
-        tables: dict[str, WholeTable] = {}
+        tables: list[RowGradients] = []
         whole = Whole(PushKind.UPDATE, tables, dense)
-        is_good = all(is_finite(grad) for _, grad in push.tables.values())
+        is_good = all(is_finite(each.grad) for each in push.rows)
         if not (self.session.gather(whole) and is_good):
             if self.nans is NanPolicy.RAISE:
                 raise errors.GradientError(f"the gradient of {_not_finite(push)} is not finite")
             self.bad_steps += 1
             if self.nans is NanPolicy.SKIP:
                 return Whole(PushKind.SKIP)
-        for name, (ids, grad) in push.tables.items():
-            table = self._tables[name]
-            if table.feedback is not None:
-                grad = table.feedback.corrected(ids, grad)
-            tables[name] = WholeTable(table.spec, ids, grad, table.rule.hyper())
+        for each in push.rows:
+            own = [self._tables[name] for name in each.ids.tables]
+            hyper = tuple([table.hyper for table in own])
+            tables.append(RowGradients(own[0].spec, each.ids, _corrected(own, each), hyper))
         return whole
 
     def _require_known(self, what: Gradients | Wanted | None) -> None:
@@ -484,13 +565,41 @@ def _check_rows(table: Table, given: Tensor | tuple[Tensor, Tensor]) -> None:
         raise ValueError(f"table {table.name!r}: ids have shape {tuple(ids.shape)}, not (n,)")
 
 
-def _not_finite(push: Gradients) -> str:
+def _order_of(table: Table) -> str:
+    return table.order
+
+
+def _joined(tables: Sequence[Table], ids: Sequence[Tensor]) -> TableIds:
+    """The ids of several tables, those of one table after those of another."""
+    every = ids[0] if len(ids) == 1 else torch.cat(list(ids))
+    names = tuple([table.name for table in tables])
+    return TableIds(names, _sizes(ids), every)
+
+
+def _sizes(ids: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([len(each) for each in ids])
+
+
+def _corrected(tables: Sequence[Table], gradient: StepGradient) -> Tensor:
+    """Gradients with what packing has left out of those before."""
+    if tables[0].feedback is None:
+        return gradient.grad
+    ids, sizes = gradient.ids.ids, gradient.ids.sizes
+    parts = zip(
+        tables, ids.split_with_sizes(sizes), gradient.grad.split_with_sizes(sizes), strict=True
+    )
+    return torch.cat([t.feedback.corrected(own, g) for t, own, g in parts if t.feedback])
+
+
+def _not_finite(push: Step) -> str:
     """The table or dense group with a gradient that is not finite; empty if there is none."""
-    for name, (_, grad) in push.tables.items():
-        if not is_finite(grad):
-            return f"table {name!r}"
+    for each in push.rows:
+        parts = each.grad.split_with_sizes(each.ids.sizes)
+        for name, grad in zip(each.ids.tables, parts, strict=True):
+            if not is_finite(grad):
+                return f"table {name!r}"
     for name, grads in push.dense.items():
-        for place, each in enumerate(grads):
-            if each is not None and not is_finite(each):
+        for place, slope in enumerate(grads):
+            if slope is not None and not is_finite(slope):
                 return f"parameter {place} of {name!r}"
     return ""

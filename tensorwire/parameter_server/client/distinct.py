@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -48,3 +50,24 @@ def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
     unique, places = np.empty_like(flat), np.empty_like(flat)
     count = kernels().dedup(_scratch.of(len(flat)), flat, unique, places)
     return torch.from_numpy(unique[:count].copy()), torch.from_numpy(places).view(ids.shape)
+
+
+def distinct_many(ids: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Finds the different ids of each of several tables, in the order in which they come first.
+
+    Args:
+        ids: int64, those of one table after those of another, on any device.
+        sizes: ids of each table.
+
+    Returns:
+        The different ids, one table's after another's; for each element of ``ids`` its place
+        among them; and how many different ones each table has. All are on the CPU.
+    """
+    flat = np.ascontiguousarray(ids.detach().cpu().numpy())
+    unique, places = np.empty_like(flat), np.empty_like(flat)
+    counts = np.empty(len(sizes), np.int64)
+    ends = np.array(list(accumulate(sizes)), np.int64)
+    scratch = _scratch.of(max(sizes, default=0))
+    count = kernels().dedup_many(scratch, flat, ends, unique, places, counts)
+    found = torch.from_numpy(unique[:count].copy())
+    return found, torch.from_numpy(places), tuple(counts.tolist())

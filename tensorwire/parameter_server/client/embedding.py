@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tensorwire.parameter_server.client.distinct import distinct
-from tensorwire.parameter_server.client.gradient import RowGradient
+from tensorwire.parameter_server.client.gradient import RowGradient, watch
 from tensorwire.parameter_server.client.lookup import spread
+from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.rows.device_memory import to_device
 
-_MODES: Final = ("sum", "mean", "max")
-_PLANS: Final = 3
+MODES: Final = ("sum", "mean", "max")
+"""The ways in which the rows of a bag become one."""
+PLANS: Final = 3
 """Batches that may be known before they are looked up: this one, and two more."""
 
 
@@ -59,8 +61,32 @@ class _Plan:
         return self.given is ids and self.version == ids._version
 
 
-class _Lookup(nn.Module):
-    """The base of both modules: a table, and ids that may be known beforehand."""
+class Lookup(nn.Module):
+    """The base of all modules that look rows up in tables.
+
+    Attributes:
+        tables: where they look; each once.
+    """
+
+    tables: list[Any]
+
+    def wanted(self, ids: Any) -> Sequence[TableIds]:
+        """The different ids that a forward pass with just this batch will fetch.
+
+        Args:
+            ids: as they will be given to ``forward``. The work is not done again there.
+        """
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Saves nothing: rows are saved by ``cluster.snapshot``."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loads nothing: rows are on the servers."""
+
+
+class _Module(Lookup):
+    """The base of modules with one table, and ids that may be known beforehand."""
 
     _is_ordered = False
 
@@ -78,6 +104,7 @@ class _Lookup(nn.Module):
                 f"{type(self).__name__}: padding_idx={padding_idx!r} is not an id or None"
             )
         self.table = table
+        self.tables = [table]
         self.padding_idx = padding_idx
         self.rows = table.gradient.parameter
         self._plans: list[_Plan] = []
@@ -87,6 +114,11 @@ class _Lookup(nn.Module):
         """Columns of the table."""
         return self.table.dim
 
+    def wanted(self, ids: Tensor) -> Sequence[TableIds]:
+        """See :class:`Lookup`."""
+        unique = self.needed(ids)
+        return [TableIds((self.table.name,), (len(unique),), unique)]
+
     def needed(self, ids: Tensor) -> Tensor:
         """The different ids that a forward pass with just this tensor will fetch.
 
@@ -95,7 +127,7 @@ class _Lookup(nn.Module):
         """
         ids = self._checked(ids)
         plan = _plan(ids, self.padding_idx, self._is_ordered)
-        self._plans = [*self._plans[1 - _PLANS :], plan]
+        self._plans = [*self._plans[1 - PLANS :], plan]
         return plan.unique
 
     def _checked(self, ids: Tensor) -> Tensor:
@@ -115,7 +147,8 @@ class _Lookup(nn.Module):
         rows = to_device(self.table.fetch(plan.unique), ids.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
-            self.table.gradient.watch(plan.unique, rows)
+            unique = TableIds((self.table.name,), (len(rows),), plan.unique)
+            watch([self.table.gradient], unique, rows)
         places = to_device(plan.places, ids.device)
         where = plan.padding if len(rows) else 0  # torch wants a row, even for no id at all
         if where is None:
@@ -131,19 +164,13 @@ class _Lookup(nn.Module):
                 return plan
         return _plan(ids, self.padding_idx, self._is_ordered)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Saves nothing: rows are saved by ``cluster.snapshot``."""
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Loads nothing: rows are on the servers."""
-
     def extra_repr(self) -> str:
         """For ``print(model)``."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.table.name!r}, dim={self.table.dim}{padding}"
 
 
-def _in_order(unique: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def in_order(unique: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """The same, with the different ids in ascending order."""
     unique, order = torch.sort(unique)
     moved = torch.empty_like(order)
@@ -152,7 +179,7 @@ def _in_order(unique: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _plan(ids: Tensor, padding_idx: int | None, ordered: bool) -> _Plan:
-    unique, places = _in_order(*distinct(ids.long())) if ordered else distinct(ids.long())
+    unique, places = in_order(*distinct(ids.long())) if ordered else distinct(ids.long())
     found = [] if padding_idx is None else torch.nonzero(unique == padding_idx).flatten().tolist()
     if not found:
         return _Plan(ids, ids._version, unique, places, None)
@@ -160,7 +187,7 @@ def _plan(ids: Tensor, padding_idx: int | None, ordered: bool) -> _Plan:
     return _Plan(ids, ids._version, others, places, found[0])
 
 
-class Embedding(_Lookup):
+class Embedding(_Module):
     """Looks up one row for each id, as :class:`torch.nn.Embedding`.
 
     Args:
@@ -205,7 +232,7 @@ def _offsets(ids: Any) -> Tensor:
     return offsets
 
 
-class EmbeddingBag(_Lookup):
+class EmbeddingBag(_Module):
     """Looks up rows and reduces those of each bag to one, as :class:`torch.nn.EmbeddingBag`.
 
     Args:
@@ -234,8 +261,8 @@ class EmbeddingBag(_Lookup):
         padding_idx: int | None = None,
     ) -> None:
         super().__init__(table, padding_idx)
-        if mode not in _MODES:
-            raise ValueError(f"EmbeddingBag: mode={mode!r} must be one of {', '.join(_MODES)}")
+        if mode not in MODES:
+            raise ValueError(f"EmbeddingBag: mode={mode!r} must be one of {', '.join(MODES)}")
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -283,5 +310,6 @@ class EmbeddingBag(_Lookup):
 
 def tables_of(model: nn.Module) -> list[Rows]:
     """The tables that the modules of a model look rows up in, each once."""
-    found: Sequence[Rows] = [each.table for each in model.modules() if isinstance(each, _Lookup)]
+    modules = [each for each in model.modules() if isinstance(each, Lookup)]
+    found: Sequence[Rows] = [table for each in modules for table in each.tables]
     return list({id(table): table for table in found}.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from tensorwire.parameter_server.decisions.clock import PushKind
 
 if TYPE_CHECKING:
-    from tensorwire.parameter_server.client.splitting import Plan, WholeDense, WholeTable
+    from tensorwire.parameter_server.client.splitting import RowGradients, Split, WholeDense
     from tensorwire.parameter_server.decisions.views import Server
-    from tensorwire.parameter_server.messaging.messages import DensePush, Rows
+    from tensorwire.parameter_server.messaging.messages import DensePush, Rows, TableIds
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,32 @@ class Pulled:
     low: int
 
 
+@dataclass(frozen=True, slots=True)
+class StepGradient:
+    """The gradients of rows of one step.
+
+    Args:
+        ids: whose; of tables of one kind.
+        grad: a row for each id.
+    """
+
+    ids: TableIds
+    grad: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The gradients of one step, put together and checked.
+
+    Args:
+        rows: no table twice.
+        dense: by name of a dense group, the gradient of each parameter, None where there is none.
+    """
+
+    rows: Sequence[StepGradient]
+    dense: Mapping[str, list[Tensor | None]] = field(default_factory=dict)
+
+
 Share = tuple[int, int, "Server | None"]
 """The share of a push: the map's epoch, the shard and its head."""
 
@@ -67,7 +93,7 @@ class Whole:
     """A push before it is split."""
 
     kind: PushKind
-    tables: Mapping[str, WholeTable] = field(default_factory=dict)
+    tables: Sequence[RowGradients] = ()
     dense: Mapping[str, WholeDense] = field(default_factory=dict)
     refused_by: set[int] = field(default_factory=set)
     """Shards that have no memory for it: they get an empty push in its place."""
@@ -75,30 +101,49 @@ class Whole:
     """Dense gradients that lie ready to be sent, once, to the head of a shard."""
 
 
-class Asked:
-    """A pull that is under way.
+class PendingPull:
+    """A pull from the time it is sent until its answers are put together.
 
     Args:
         number: of the pull.
-        wanted: for what.
+        tables: the ids of the rows that are wanted; no table twice.
+        dense: names of dense groups.
         step: see ``decisions.reads.Pull``.
     """
 
-    def __init__(self, number: int, wanted: Wanted, step: int) -> None:
+    def __init__(
+        self, number: int, tables: Sequence[TableIds], dense: tuple[str, ...], step: int
+    ) -> None:
         self.number = number
-        self.wanted = wanted
+        self.tables = tables
+        self.dense = dense
         self.step = step
         self.epoch = -1
         self.slots: tuple[int, ...] = ()
-        self.plans: dict[str, Plan] = {}
+        self.splits: list[Split] = []
         self.missing: set[int] = set()
-        self.rows: dict[int, Rows] = {}
+        self.answers: dict[int, Rows] = {}
         self.error: Exception | None = None
 
     @property
     def is_done(self) -> bool:
         """True if all is there, or never will be."""
         return not self.missing or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a pull, put together.
+
+    Args:
+        rows: for each ``TableIds`` that was asked for, a row for each id.
+        dense: by name, the values of each parameter; None if nobody has set them yet.
+        low: pushes of the slowest trainer that are in it.
+    """
+
+    rows: list[Tensor]
+    dense: Mapping[str, list[Tensor] | None]
+    low: int
 
 
 class Exchanging:
@@ -108,11 +153,11 @@ class Exchanging:
         finish: waits and puts the answer together.
     """
 
-    def __init__(self, finish: Callable[[float | None], Pulled | None]) -> None:
+    def __init__(self, finish: Callable[[float | None], Any]) -> None:
         self._finish = finish
         self._lock = threading.Lock()
         self._done = False
-        self._pulled: Pulled | None = None
+        self._pulled: Any = None
 
     def wait(self, timeout: float | None = None) -> Any:
         """Waits until all servers have answered.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.embedding import tables_of
-from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
-from tensorwire.parameter_server.client.fetched import Fetched
+from tensorwire.parameter_server.client.exchange import Answer, Exchanging, Step, StepGradient
+from tensorwire.parameter_server.client.gradient import gathered
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.declarations.arguments import instance
+from tensorwire.parameter_server.declarations.rules import Rule
+from tensorwire.parameter_server.messaging.messages import TableIds
+from tensorwire.parameter_server.rows.device_memory import to_host
 
 
 class Pushing(enum.Enum):
@@ -155,7 +158,12 @@ class Optimizer(torch.optim.Optimizer):
         if local is not None:
             self.group = cluster.dense(name, local)
             local.state.clear()
+        self._table_names = [table.name for table in self.tables]
         self._table_groups = [_group_of(table) for table in self.tables]
+        self._rules = [
+            _Rule(table, group)
+            for table, group in zip(self.tables, self._table_groups, strict=True)
+        ]
         self._show_groups()
         self._pushing = pushing
         self._under_way: Exchanging | None = None
@@ -213,41 +221,39 @@ class Optimizer(torch.optim.Optimizer):
         """A step without gradients, so that nobody waits for this trainer's."""
         self._exchange(None)
 
-    def _exchange(self, push: Gradients | None) -> None:
-        wishes = {t: t.wish(t.next_ids, 1) for t in self.tables if t.next_ids is not None}
+    def _exchange(self, push: Step | None) -> None:
+        coming = self.cluster.rows.announced(self._table_names)
         dense = () if self.group is None else (self.group.name,)
-        wanted = Wanted({table.name: wish.missing for table, wish in wishes.items()}, dense)
         is_step = self._pushing is Pushing.STEP or bool(self.tables)
-        wants = wanted if wishes or dense else None
+        wanted = [each.missing for each in coming]
         try:
-            pulled = self._exchanged(push if is_step else None, wants, is_step)
+            sent = self._exchanged(push if is_step else None, wanted, dense, is_step)
         finally:
             for table in self.tables:
-                table.gradient.take()
-                table.next_ids = None
-        if pulled is not None:
-            self._accept(pulled, wishes)
+                table.gradient.clear()
+        if sent is not None:
+            self._accept(sent.wait())
+            self.cluster.rows.promised(coming, sent)
 
     def _exchanged(
-        self, push: Gradients | None, wanted: Wanted | None, is_step: bool
-    ) -> Pulled | None:
+        self, push: Step | None, wanted: Sequence[TableIds], dense: tuple[str, ...], is_step: bool
+    ) -> Exchanging | None:
         """Waits for what it pulls; for a push alone only with the next step, if that may be."""
         before, self._under_way = self._under_way, None
         if before is not None:
             before.wait()
-        exchanging = self.cluster.exchange(push, wanted, skip=is_step)
+        sent = self.cluster.send(push, wanted, dense, skip=is_step)
         self.cluster.use_the_wait()
-        if wanted is None and self.cluster.is_stale:
-            self._under_way = exchanging
+        if not wanted and not dense and self.cluster.is_stale:
+            self._under_way = sent
             return None
-        pulled: Pulled | None = exchanging.wait()
-        return pulled
+        sent.wait()
+        return sent
 
     def reload(self) -> None:
         """Gets the dense parameters as the servers have them, after ``RolledBack``."""
         if self.group is not None:
-            wanted = Wanted(dense=(self.group.name,))
-            self._accept(self.cluster.exchange(None, wanted).wait(), {})
+            self._accept(self.cluster.send(None, dense=(self.group.name,)).wait())
 
     def upload(self) -> None:
         """Sets the dense parameters at the servers to those here; :meth:`step` does so itself
@@ -273,17 +279,18 @@ class Optimizer(torch.optim.Optimizer):
                         parameter.grad.div_(scale.to(parameter.grad.device))
         return False
 
-    def _gradients(self) -> Gradients:
-        tables = {}
-        for table, group in zip(self.tables, self._table_groups, strict=True):
-            _set_rule(table, group)
-            found = table.take_gradient()
-            if found is not None:
-                tables[table.name] = found
+    def _gradients(self) -> Step:
+        for rule in self._rules:
+            rule.follow()
+        rows = [
+            StepGradient(each.ids, to_host(each.grad.to(torch.float32)).contiguous())
+            for each in gathered(self.tables)
+        ]
+        rows = self.cluster.rows.as_pulled(rows)
         dense: dict[str, list[Tensor | None]] = {}
         if self.group is not None and self._pushing is Pushing.STEP:
             dense[self.group.name] = self.group.gradients()
-        return Gradients(tables, dense)
+        return Step(rows, dense)
 
     def _push_one(self, place: int, parameter: Tensor) -> None:
         """Pushes the gradient of one parameter, and frees it."""
@@ -291,16 +298,13 @@ class Optimizer(torch.optim.Optimizer):
         self._upload_changes()
         grads: list[Tensor | None] = [None] * len(self.group.parameters)
         grads[place], parameter.grad = parameter.grad, None
-        self.cluster.exchange(Gradients(dense={self.group.name: grads}), None).wait()
+        self.cluster.send(Step([], {self.group.name: grads})).wait()
 
-    def _accept(self, pulled: Pulled, wishes: dict[Table, Fetched]) -> None:
-        if self.group is not None:
-            values = pulled.dense[self.group.name]
+    def _accept(self, answer: Answer | None) -> None:
+        if self.group is not None and answer is not None:
+            values = answer.dense[self.group.name]
             if values is not None:
                 self.group.accept(values)
-        for table, wish in wishes.items():
-            wish.promise(partial(pulled.tables.__getitem__, table.name))
-            table.bring(wish)
 
     # --- state
 
@@ -407,8 +411,27 @@ def _group_of(table: Table) -> dict[str, Any]:
     return {"params": [table.gradient.parameter], "table": table.name, **hyper}
 
 
-def _set_rule(table: Table, group: dict[str, Any]) -> None:
-    """The rule with the hyper-parameters that the group has now."""
-    names = [each.name for each in fields(table.rule)]  # type: ignore[arg-type]
-    if any(getattr(table.rule, each) != group[each] for each in names):
-        table.rule = type(table.rule)(**{each: group[each] for each in names})
+class _Rule:
+    """Keeps the rule of a table as its parameter group says.
+
+    Args:
+        table: the table.
+        group: its group, which schedulers change.
+    """
+
+    def __init__(self, table: Table, group: dict[str, Any]) -> None:
+        self._table = table
+        self._group = group
+        self._names = [each.name for each in fields(table.rule)]  # type: ignore[arg-type]
+        self._seen: list[Any] = []
+        self._made: Rule | None = None
+
+    def follow(self) -> None:
+        """The table gets a rule with the hyper-parameters that the group has now."""
+        values = [self._group[name] for name in self._names]
+        table = self._table
+        if values == self._seen and table.rule is self._made:
+            return
+        if any(getattr(table.rule, name) != self._group[name] for name in self._names):
+            table.rule = type(table.rule)(**dict(zip(self._names, values, strict=True)))
+        self._seen, self._made = values, table.rule

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.distinct import distinct
-from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag
-from tensorwire.parameter_server.client.exchange import Exchanging, Wanted
+from tensorwire.parameter_server.client.embedding import Lookup
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.declarations.arguments import instance
+from tensorwire.parameter_server.messaging.messages import TableIds
 
 Batch = TypeVar("Batch")
-Ids = Callable[[Any], "Tensor | Sequence[Tensor]"]
+Ids = Callable[[Any], Any]
 
 
-def prefetch(
-    loader: Iterable[Batch], *modules: Embedding | EmbeddingBag, ids: Ids
-) -> Iterator[Batch]:
+def prefetch(loader: Iterable[Batch], *modules: nn.Module, ids: Ids) -> Iterator[Batch]:
     """Yields the batches of a loader, two behind what it reads, and fetches rows beforehand.
 
     With ``ps.BSP()`` the rows of the next batch come with the answer to this step's push: one
@@ -34,107 +33,180 @@ def prefetch(
 
     Args:
         loader: what is iterated over.
-        modules: those whose rows are fetched; all tables in one message.
-        ids: of a batch, the very tensor that the module will get; for several modules, as many.
+        modules: the model, whose modules that look rows up are found; or those modules
+            themselves. The rows of all of them come in one message.
+        ids: of a batch, what the module will get, the very tensors. Of a model with several such
+            modules a dict by their names, as ``model.named_modules()`` has them; of several
+            modules as many, in their order.
 
     Yields:
         The batches.
 
     Raises:
-        TypeError: the loader cannot be iterated over, a module is none of these, or ``ids`` is no
+        TypeError: the loader cannot be iterated over, a module is none, or ``ids`` is no
             function.
-        ValueError: no module is given, or ``ids`` returns another number of tensors.
+        ValueError: no module is given or found, or ``ids`` leaves one out.
 
     Example::
 
-        for batch in ps.prefetch(loader, model.users, model.items, ids=lambda b: (b.user, b.item)):
+        for batch in ps.prefetch(loader, model, ids=lambda b: {"user": b.user, "item": b.item}):
             ...
     """
-    if not modules:
-        raise ValueError("prefetch: give the modules whose rows it is to fetch")
-    for module in modules:
-        instance("prefetch", "module", module, (Embedding, EmbeddingBag), "a ps.Embedding or "
-                 "ps.EmbeddingBag")  # fmt: skip
     if not callable(ids):
         raise TypeError(f"prefetch: ids={ids!r} is a {type(ids).__name__}, not a function")
     instance("prefetch", "loader", loader, Iterable, "an iterable of batches")
+    wants = _wants(modules, ids)
+    return _batches(loader, wants)
+
+
+def _wants(modules: Sequence[nn.Module], ids: Ids) -> _Wants:
+    """Finds the modules, and how each gets its ids from a batch."""
+    if not modules:
+        raise ValueError("prefetch: give the modules whose rows it is to fetch, or their model")
+    for module in modules:
+        instance("prefetch", "module", module, nn.Module, "a ps.Embedding, a ps.EmbeddingBag, "
+                 "a collection or a model of such")
+    if len(modules) == 1 and not isinstance(modules[0], Lookup):
+        named = {n: each for n, each in modules[0].named_modules() if isinstance(each, Lookup)}
+        if not named:
+            raise ValueError("prefetch: the model has no module that looks rows up in tables, such "
+                             "as ps.EmbeddingBagCollection")  # fmt: skip
+        return _Wants(list(named.values()), list(named), ids)
+    for module in modules:
+        instance("prefetch", "module", module, Lookup, "a ps.Embedding, ps.EmbeddingBag or "
+                 "collection, as there are several")  # fmt: skip
+    return _Wants([each for each in modules if isinstance(each, Lookup)], [], ids)
+
+
+def _batches(loader: Iterable[Batch], wants: _Wants) -> Iterator[Batch]:
     batches = iter(loader)
-    ahead = _Ahead(modules, ids)
     known = deque(itertools.islice(batches, 1))
     if known:
-        _fetch(ahead.wanted(known[0]), 0)
+        wants.cluster.rows.bring(wants.of(known[0]))
     while known:
         known.extend(itertools.islice(batches, 3 - len(known)))
         if len(known) > 1:
-            _announce(ahead.wanted(known[1]))
+            wants.cluster.rows.announce(wants.of(known[1]))
         if len(known) > 2:
-            ahead.look_later(known[2])
+            wants.look_later(known[2])
         yield known.popleft()
 
 
-class _Ahead:
-    """Finds the different ids of a batch, while a step waits for servers if it does."""
+class _Wants:
+    """Finds the different ids of a batch, while a step waits for servers if it does.
 
-    def __init__(self, modules: Sequence[Embedding | EmbeddingBag], ids: Ids) -> None:
+    Args:
+        modules: that look rows up.
+        names: of the modules in their model; empty if they were given by themselves.
+        ids: of a batch, what the modules get.
+    """
+
+    def __init__(self, modules: Sequence[Lookup], names: Sequence[str], ids: Ids) -> None:
         self._modules = modules
+        self._names = names
         self._ids = ids
-        self._found: tuple[Any, dict[Table, Tensor]] | None = None
+        self._found: tuple[Any, list[TableIds]] | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where the tables are."""
+        found: Cluster = self._modules[0].tables[0].cluster
+        return found
 
     def look_later(self, batch: Any) -> None:
         """Has the next step look at a batch."""
-        table: Any = self._modules[0].table
-        table.cluster.meanwhile = partial(self._look, batch)
+        self.cluster.meanwhile = partial(self._look, batch)
 
     def _look(self, batch: Any) -> None:
         with suppress(Exception):  # it is raised where the batch is to be fetched
-            self._found = batch, _wanted(self._modules, self._ids, batch)
+            self._found = batch, self._wanted(batch)
 
-    def wanted(self, batch: Any) -> dict[Table, Tensor]:
-        """The different ids of a batch by table."""
+    def of(self, batch: Any) -> list[TableIds]:
+        """The different ids of a batch, those of tables of one kind together."""
         found, self._found = self._found, None
         if found is not None and found[0] is batch:
             return found[1]
-        return _wanted(self._modules, self._ids, batch)
+        return self._wanted(batch)
+
+    def _wanted(self, batch: Any) -> list[TableIds]:
+        given = self._given(self._ids(batch))
+        needs = [
+            need
+            for module, each in zip(self._modules, given, strict=True)
+            for need in module.wanted(each)
+        ]
+        return _together(self._modules, needs)
+
+    def _given(self, found: Any) -> Sequence[Any]:
+        """The input of each module."""
+        if len(self._modules) == 1:
+            return [self._given_to_one(found)]
+        if self._names:
+            return self._given_by_name(found)
+        given = [found] if isinstance(found, Tensor) else list(found)
+        if len(given) != len(self._modules):
+            raise ValueError(
+                f"prefetch: ids returned {len(given)} tensors for {len(self._modules)} modules"
+            )
+        return given
+
+    def _given_to_one(self, found: Any) -> Any:
+        named = self._names and isinstance(found, Mapping) and set(found) == {self._names[0]}
+        if named and not hasattr(self._modules[0], "features"):
+            return found[self._names[0]]
+        if isinstance(found, (list, tuple)) and not hasattr(self._modules[0], "features"):
+            if len(found) != 1:
+                raise ValueError(f"prefetch: ids returned {len(found)} tensors for 1 modules")
+            return found[0]
+        return found
+
+    def _given_by_name(self, found: Any) -> Sequence[Any]:
+        if not isinstance(found, Mapping):
+            raise TypeError(
+                f"prefetch: ids returned a {type(found).__name__}, not a dict by module name, for "
+                f"the modules {', '.join(map(repr, self._names))}"
+            )
+        missing = [name for name in self._names if name not in found]
+        if missing or len(found) > len(self._names):
+            wrong = f"leaves out {missing[0]!r}" if missing else "has others"
+            raise ValueError(
+                f"prefetch: ids returned {', '.join(map(repr, found))}, which {wrong}; the "
+                f"modules are {', '.join(map(repr, self._names))}"
+            )
+        return [found[name] for name in self._names]
 
 
-def _wanted(
-    modules: Sequence[Embedding | EmbeddingBag], ids: Ids, batch: Any
-) -> dict[Table, Tensor]:
-    """The different ids of a batch by table."""
-    found = ids(batch)
-    given = [found] if isinstance(found, Tensor) else list(found)
-    if len(given) != len(modules):
-        raise ValueError(f"prefetch: ids returned {len(given)} tensors for {len(modules)} modules")
-    parts: dict[Table, list[Tensor]] = {}
-    for module, each in zip(modules, given, strict=True):
-        table: Any = module.table
-        parts.setdefault(table, []).append(module.needed(each))
-    return {
-        table: some[0] if len(some) == 1 else distinct(torch.cat(some))[0]
-        for table, some in parts.items()
-    }
+def _together(modules: Sequence[Lookup], needs: list[TableIds]) -> list[TableIds]:
+    """The same ids, those of all tables of one kind together, and no table twice."""
+    if len(modules) == 1:
+        return needs
+    tables: dict[str, Table] = {t.name: t for module in modules for t in module.tables}
+    names = [name for each in needs for name in each.tables]
+    if len(set(names)) < len(names):
+        return _united(next(iter(tables.values())).cluster, needs)
+    kinds: dict[Any, list[TableIds]] = {}
+    for each in needs:
+        kinds.setdefault(tables[each.tables[0]].kind, []).append(each)
+    return [_joined(some) for some in kinds.values()]
 
 
-def _announce(wanted: dict[Table, Tensor]) -> None:
-    """Has the rows of the next batch come with this step, or sets out for them now."""
-    cluster = next(iter(wanted)).cluster
-    if cluster.is_stale:
-        _fetch(wanted, 1)
-    else:
-        for table, ids in wanted.items():
-            table.next_ids = ids
+def _joined(needs: list[TableIds]) -> TableIds:
+    if len(needs) == 1:
+        return needs[0]
+    return TableIds(
+        tuple([name for each in needs for name in each.tables]),
+        tuple([size for each in needs for size in each.sizes]),
+        torch.cat([each.ids for each in needs]),
+    )
 
 
-def _fetch(wanted: dict[Table, Tensor], later: int) -> None:
-    """Asks for rows now, of all tables in one message, for a step to come."""
-    wishes = {table: table.wish(ids, later) for table, ids in wanted.items()}
-    cluster = next(iter(wanted)).cluster
-    asking = cluster.exchange(None, Wanted({t.name: wish.missing for t, wish in wishes.items()}))
-    for table, wish in wishes.items():
-        wish.promise(partial(_of, asking, table.name))
-        table.bring(wish)
-
-
-def _of(asking: Exchanging, name: str) -> Tensor:
-    rows: Tensor = asking.wait().tables[name]
-    return rows
+def _united(cluster: Cluster, needs: Sequence[TableIds]) -> list[TableIds]:
+    """Ids of tables some of which several modules use."""
+    parts: dict[str, list[Tensor]] = {}
+    for each in needs:
+        for name, ids in zip(each.tables, each.ids.split_with_sizes(each.sizes), strict=True):
+            parts.setdefault(name, []).append(ids)
+    return cluster.grouped({
+        name: some[0] if len(some) == 1 else distinct(torch.cat(some))[0]
+        for name, some in parts.items()
+    })  # fmt: skip

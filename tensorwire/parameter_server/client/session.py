@@ -24,7 +24,7 @@ from rpc import extend
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client import splitting
 from tensorwire.parameter_server.client.bottleneck import Watch, reason
-from tensorwire.parameter_server.client.exchange import Asked, Pulled, Wanted, Whole
+from tensorwire.parameter_server.client.exchange import Answer, PendingPull, Whole
 from tensorwire.parameter_server.client.news import News
 from tensorwire.parameter_server.client.servers import LONGEST_PAUSE, PAUSE, Servers
 from tensorwire.parameter_server.client.undone import undone_of_others
@@ -35,7 +35,7 @@ from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import Caller
-from tensorwire.parameter_server.messaging.messages import CHANNEL
+from tensorwire.parameter_server.messaging.messages import CHANNEL, TableIds
 from tensorwire.parameter_server.messaging.settings import Meeting
 
 _logger: Final = logging.getLogger("tensorwire")
@@ -71,9 +71,9 @@ class Session:
         self._caller = Caller(worker, cluster)
         self._specs: dict[str, Any] = {}
         self._kept = Unacknowledged()
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, PendingPull] = {}
         self.pulls = 0
-        self._last_pull: dict[str, tuple[splitting.Plan, int]] = {}
+        self._last_pull: dict[tuple[str, ...], tuple[splitting.Split, int]] = {}
         self._errors: dict[int, Exception] = {}
         self._rolled: errors.RolledBack | None = None
         self._undone: tuple[int, int, int] | None = None
@@ -161,8 +161,19 @@ class Session:
             finite &= all(is_finite for _, is_finite in pushes.values())
         return finite
 
-    def send(self, whole: Whole | None, wanted: Wanted | None) -> tuple[int, Asked | None]:
-        """Pushes, pulls, or both in one message to each shard."""
+    def send(
+        self, whole: Whole | None, wanted: Sequence[TableIds] = (), dense: tuple[str, ...] = ()
+    ) -> tuple[int, PendingPull | None]:
+        """Pushes, pulls, or both in one message to each shard.
+
+        Args:
+            whole: the push; None for none.
+            wanted: ids of rows to pull; no table twice.
+            dense: names of dense groups to pull.
+
+        Returns:
+            The number of the push, or -1, and the pull if something is to be pulled.
+        """
         self._await(lambda: len(self._kept) < _UNDER_WAY or whole is None, None)
         with self._naming_all_lost(), self._acting():
             self._raise_failure()
@@ -171,34 +182,33 @@ class Session:
                 number, self.next = self.next, self.next + 1
                 parts = dict.fromkeys(self.view.active, PushKind.UPDATE)
                 self._kept.add(number, self.view.epoch, whole, parts)
-            asked = self._ask(wanted) if wanted is not None else None
+            asked = self._ask(wanted, dense) if wanted or dense else None
             for shard in self.view.active:
                 self._post(shard, number, whole, asked)
         return number, asked
 
-    def _ask(self, wanted: Wanted) -> Asked:
+    def _ask(self, wanted: Sequence[TableIds], dense: tuple[str, ...]) -> PendingPull:
         self.pulls += 1
         step = self.next if self.number >= 0 and not self._finishing else AT_ONCE
-        asked = self._asked[self.pulls] = Asked(self.pulls, wanted, step)
+        asked = self._asked[self.pulls] = PendingPull(self.pulls, wanted, dense, step)
         self._split(asked)
         return asked
 
-    def _split(self, asked: Asked) -> None:
+    def _split(self, asked: PendingPull) -> None:
         view = self.view
         asked.epoch, asked.slots = view.epoch, view.slots
-        asked.missing, asked.rows = set(view.active), {}
-        for name, ids in asked.wanted.tables.items():
-            asked.plans[name] = splitting.plan(ids, view.slots, view.epoch)
+        asked.missing, asked.answers = set(view.active), {}
+        asked.splits = [splitting.split(ids, view.slots, view.epoch) for ids in asked.tables]
 
-    def wait_for(self, asked: Asked, timeout: float | None) -> Pulled:
+    def wait_for(self, asked: PendingPull, timeout: float | None) -> Answer:
         """Waits for the answer to a pull."""
         self._await(lambda: asked.is_done, timeout)
         with self._naming_all_lost(), self._acting():
             self._asked.pop(asked.number, None)
             if asked.error is not None:
                 self._raise(asked.error)
-            for name, plan in asked.plans.items():
-                self._last_pull[name] = (plan, asked.number)
+            for parted in asked.splits:
+                self._last_pull[parted.rows.tables] = (parted, asked.number)
         return self._joined(asked)
 
     def wait_until_safe(self, number: int, timeout: float | None) -> None:
@@ -217,22 +227,24 @@ class Session:
             for each in whole.dense.values() if whole is not None else ():
                 each.keep()
 
-    def _joined(self, asked: Asked) -> Pulled:
-        rows = asked.rows
-        tables = {
-            name: splitting.joined_rows(
-                self._specs[name], plan, {shard: rows[shard].tables[name] for shard in rows}
+    def _joined(self, asked: PendingPull) -> Answer:
+        answers = asked.answers
+        rows = [
+            splitting.joined_rows(
+                self._specs[parted.rows.tables[0]],
+                parted,
+                {shard: each.tables[place] for shard, each in answers.items()},
             )
-            for name, plan in asked.plans.items()
-        }
+            for place, parted in enumerate(asked.splits)
+        ]
         dense: dict[str, list[Tensor] | None] = {}
-        for name in asked.wanted.dense:
-            answers = {shard: each.dense[name] for shard, each in rows.items()}
-            found = {shard: each for shard, each in answers.items() if each is not None}
-            whole = len(found) == len(answers)
+        for name in asked.dense:
+            values = {shard: each.dense[name] for shard, each in answers.items()}
+            found = {shard: each for shard, each in values.items() if each is not None}
+            whole = len(found) == len(values)
             spec = self._specs[name]
             dense[name] = splitting.joined_values(spec, asked.slots, found) if whole else None
-        return Pulled(tables, dense, min((each.low for each in rows.values()), default=0))
+        return Answer(rows, dense, min((each.low for each in answers.values()), default=0))
 
     def _await(self, done: Callable[[], bool], timeout: float | None) -> None:
         with self._condition:
@@ -257,7 +269,9 @@ class Session:
 
     # --- messages
 
-    def _post(self, shard: int, number: int, whole: Whole | None, asked: Asked | None) -> None:
+    def _post(
+        self, shard: int, number: int, whole: Whole | None, asked: PendingPull | None
+    ) -> None:
         """Sends a push, a pull or both to a shard, soon."""
         found = self.view.shard(shard)
         if found is None or not found.chain:
@@ -306,23 +320,23 @@ class Session:
         for each in slow:
             self._caller.call(each, messages.Describe(), tell)
 
-    def _question(self, asked: Asked, shard: int) -> messages.Ask:
-        tables = {name: plan.parts[shard][1] for name, plan in asked.plans.items()}
+    def _question(self, asked: PendingPull, shard: int) -> messages.Ask:
+        tables = tuple([parted.parts[shard][1] for parted in asked.splits])
         name = self.worker.info.name
-        return messages.Ask(self.number, name, asked.number, tables, asked.wanted.dense)
+        return messages.Ask(self.number, name, asked.number, tables, asked.dense)
 
     def _load(self, whole: Whole, view: View, shard: int, head: Server) -> messages.Load | None:
         if whole.kind is not PushKind.UPDATE or shard in whole.refused_by:
             return None
-        tables, buffers = {}, partial(self._buffer, head)
-        for name, table in whole.tables.items():
-            plan, pulled = self._plan_of(name, table.ids, view)
-            tables[name] = splitting.table_push(table, plan, shard, pulled, buffers)
+        tables, buffers = [], partial(self._buffer, head)
+        for each in whole.tables:
+            parted, pulled = self._split_of(each.rows, view)
+            tables.append(splitting.table_push(each, parted, shard, pulled, buffers))
         dense = whole.gathered.pop((view.epoch, shard, head), None)
         if dense is None:
             again = self._dense(whole, view, shard, head)
             dense = {name: push for name, (push, _) in again.items()}
-        return messages.Load(tables, dense)
+        return messages.Load(tuple(tables), dense)
 
     def _dense(
         self, whole: Whole, view: View, shard: int, head: Server | None
@@ -341,17 +355,17 @@ class Session:
                 return self.worker.send_buffer(to.name, shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
-    def _plan_of(self, name: str, ids: Tensor, view: View) -> tuple[splitting.Plan, int]:
-        """The plan by which these very ids were pulled, and the pull's number, or a new one."""
-        plan, pulled = self._last_pull.get(name, (None, -1))
-        if plan is not None and plan.ids is ids and plan.epoch == view.epoch:
-            return plan, pulled
-        plan = splitting.plan(ids, view.slots, view.epoch)
-        self._last_pull[name] = (plan, -1)
-        return plan, -1
+    def _split_of(self, rows: TableIds, view: View) -> tuple[splitting.Split, int]:
+        """The split by which these very ids were pulled, and the pull's number, or a new one."""
+        parted, pulled = self._last_pull.get(rows.tables, (None, -1))
+        if parted is not None and parted.rows.ids is rows.ids and parted.epoch == view.epoch:
+            return parted, pulled
+        parted = splitting.split(rows, view.slots, view.epoch)
+        self._last_pull[rows.tables] = (parted, -1)
+        return parted, -1
 
     def _replied(
-        self, shard: int, number: int, epoch: int, asked: Asked | None, reply: Any
+        self, shard: int, number: int, epoch: int, asked: PendingPull | None, reply: Any
     ) -> None:
         with self._acting():
             if self._failure is not None:
@@ -360,7 +374,7 @@ class Session:
                 self._pause = PAUSE
                 self._kept.safe(shard, reply.safe)
                 if asked is not None and asked.epoch == epoch:
-                    asked.rows[shard] = reply
+                    asked.answers[shard] = reply
                     asked.missing.discard(shard)
             elif isinstance(reply, messages.Accepted):
                 self._pause = PAUSE
@@ -385,7 +399,9 @@ class Session:
         unknown = isinstance(reply, messages.Denied) and reply.reason is Refusal.UNKNOWN
         return self._finishing and unknown and self.view.trainer(self.client) is not None
 
-    def _refused_for_memory(self, shard: int, number: int, asked: Asked | None, text: str) -> None:
+    def _refused_for_memory(
+        self, shard: int, number: int, asked: PendingPull | None, text: str
+    ) -> None:
         """An empty push takes its place, so that nobody waits for it."""
         self._errors.setdefault(number, errors.OutOfMemoryError(f"nothing was taken: {text}"))
         if asked is not None:
@@ -397,7 +413,7 @@ class Session:
 
     # --- trying again
 
-    def _note_again(self, shard: int, number: int, asked: Asked | None) -> None:
+    def _note_again(self, shard: int, number: int, asked: PendingPull | None) -> None:
         if number >= 0:
             self._again.add(("push", shard, number))
         if asked is not None:
@@ -578,7 +594,7 @@ class Session:
         with self._naming_all_lost(), self._acting():
             self._raise_failure()
             self._finishing = True
-        number, _ = self.send(Whole(PushKind.FINISH), None)
+        number, _ = self.send(Whole(PushKind.FINISH))
         self.wait_until_safe(number, None)
         with self._acting():
             refused, self._errors = list(self._errors.values()), {}

@@ -15,76 +15,77 @@ from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Float32, Packed
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.kernels.copying import joined, joined_finite
-from tensorwire.parameter_server.messaging.messages import DensePush, TablePush
+from tensorwire.parameter_server.messaging.messages import DensePush, TableIds, TablePush
 
 Buffers = Callable[[Sequence[int], torch.dtype], Tensor]
 """Makes a tensor from which to send to one server."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Which id goes where.
+class Split:
+    """Ids of rows, divided among the shards that keep them.
 
     Args:
-        ids: all of them.
+        rows: all of them.
         epoch: of the map.
-        parts: by shard, the places in ``ids`` of those that it keeps, and the ids; None instead
-            of places if it keeps all.
+        parts: by shard, the places in ``rows.ids`` of those that it keeps, and the ids; None
+            instead of places if it keeps all.
     """
 
-    ids: Tensor
+    rows: TableIds
     epoch: int
-    parts: Mapping[int, tuple[Any, Tensor]]
+    parts: Mapping[int, tuple[Any, TableIds]]
 
 
-def plan(ids: Tensor, slots: Sequence[int], epoch: int) -> Plan:
+def split(rows: TableIds, slots: Sequence[int], epoch: int) -> Split:
     """Divides ids by a map from slots to shards."""
     shards = sorted(set(slots))
     if len(shards) == 1:
-        return Plan(ids, epoch, {shards[0]: (None, ids)})
-    k = kernels()
-    numbers = ids.numpy()
-    found = np.empty(len(numbers), np.int64)
-    k.slots(numbers, found)
-    places = np.searchsorted(shards, np.asarray(slots))[found]
-    order = np.argsort(places, kind="stable")
-    ends = np.cumsum(np.bincount(places, minlength=len(shards)))
-    parts = {}
-    for place, shard in enumerate(shards):
-        mine = order[ends[place - 1] if place else 0 : ends[place]]
-        parts[shard] = (mine, torch.from_numpy(numbers[mine]))
-    return Plan(ids, epoch, parts)
+        return Split(rows, epoch, {shards[0]: (None, rows)})
+    numbers = rows.ids.numpy()
+    order = np.empty(len(numbers), np.int64)
+    sizes = np.empty((len(shards), len(rows.sizes)), np.int64)
+    shard_of = np.searchsorted(shards, np.asarray(slots))
+    ends = np.cumsum(rows.sizes)
+    kernels().partition(shard_of, len(shards), numbers, ends, order, sizes)
+    parts, begin = {}, 0
+    for shard, own in zip(shards, sizes.tolist(), strict=True):
+        mine = order[begin : begin + sum(own)]
+        begin += len(mine)
+        ids = torch.from_numpy(numbers[mine])
+        parts[shard] = (mine, TableIds(rows.tables, tuple(own), ids))
+    return Split(rows, epoch, parts)
 
 
 @dataclass(frozen=True, slots=True)
-class WholeTable:
-    """Gradients of a table, before they are split.
+class RowGradients:
+    """Gradients of rows, before they are split.
 
     Args:
-        spec: the table.
-        ids: all different.
-        grad: a row for each; it is not changed any more.
-        hyper: the table's hyper-parameters.
+        spec: one of the tables.
+        rows: whose they are.
+        grad: a row for each id; it is not changed any more.
+        hyper: the hyper-parameters of each table.
     """
 
     spec: TableSpec
-    ids: Tensor
+    rows: TableIds
     grad: Tensor
-    hyper: tuple[float, ...]
+    hyper: tuple[tuple[float, ...], ...]
 
 
 def table_push(
-    whole: WholeTable, plan: Plan, shard: int, pulled: int, buffers: Buffers
+    whole: RowGradients, parted: Split, shard: int, pulled: int, buffers: Buffers
 ) -> TablePush:
-    """One shard's share of a table's gradients."""
-    places, ids = plan.parts[shard]
+    """One shard's share of gradients of rows."""
+    places, rows = parted.parts[shard]
     kind = whole.spec.wire.push
     if isinstance(kind, Float32):
-        out = buffers((len(ids), whole.spec.dim), torch.float32)
+        out = buffers((len(rows.ids), whole.spec.dim), torch.float32)
         _gather(whole.grad, places, out)
-        return TablePush(ids, (out,), whole.hyper, pulled)
+        return TablePush(rows, (out,), whole.hyper, pulled)
     part = whole.grad if places is None else whole.grad[torch.from_numpy(places)]
-    return TablePush(ids, kind.pack(part), whole.hyper, pulled)
+    return TablePush(rows, kind.pack(part), whole.hyper, pulled)
 
 
 def _gather(source: Tensor, places: Any, out: Tensor) -> None:
@@ -94,14 +95,14 @@ def _gather(source: Tensor, places: Any, out: Tensor) -> None:
         kernels().gather(source.numpy(), places, out.numpy())
 
 
-def joined_rows(spec: TableSpec, plan: Plan, packed: Mapping[int, Packed]) -> Tensor:
+def joined_rows(spec: TableSpec, parted: Split, packed: Mapping[int, Packed]) -> Tensor:
     """The rows that shards sent, in the order of the ids."""
     kind = spec.wire.pull
-    if len(plan.parts) == 1:
-        (only,) = plan.parts
+    if len(parted.parts) == 1:
+        (only,) = parted.parts
         return kind.unpack(packed[only], spec.dim)
-    rows = torch.empty(len(plan.ids), spec.dim)
-    for shard, (places, _) in plan.parts.items():
+    rows = torch.empty(len(parted.rows.ids), spec.dim)
+    for shard, (places, _) in parted.parts.items():
         values = kind.unpack(packed[shard], spec.dim)
         kernels().scatter(values.numpy(), places, rows.numpy())
     return rows

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from tensorwire.parameter_server.client.cache import Cache, RowCache
 from tensorwire.parameter_server.client.distinct import distinct
-from tensorwire.parameter_server.client.exchange import Gradients, Pulled, Wanted
+from tensorwire.parameter_server.client.exchange import Gradients
 from tensorwire.parameter_server.client.feedback import Feedback
-from tensorwire.parameter_server.client.fetched import Fetched
 from tensorwire.parameter_server.client.gradient import RowGradient
 from tensorwire.parameter_server.client.lookup import summed
 from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import TableSpec
-from tensorwire.parameter_server.rows.device_memory import to_host
+from tensorwire.parameter_server.messaging.messages import TableIds
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
@@ -30,9 +29,10 @@ class Table:
         dim: columns of a row.
         cluster: where it is.
         rule: how rows move from now on; changed by schedulers of an optimizer.
+        hyper: its hyper-parameters, which travel with each push.
         gradient: of the rows that were used since the last step.
-        next_ids: different ids that the next forward pass will want; the next step of the
-            optimizer pulls them in its one message.
+        kind: tables of the same kind are as wide, and travel and are kept at trainers alike.
+        order: tables of one kind that move alike have the same.
         cache: the rows that this worker keeps; None if it keeps none.
         feedback: what packing has left out of gradients; None if it leaves nothing out.
     """
@@ -42,17 +42,33 @@ class Table:
         self.spec = spec
         self.name = spec.name
         self.dim = spec.dim
-        self.rule: Rule = spec.rule
+        self.rule = spec.rule
         self.gradient = RowGradient(spec.dim)
-        self.next_ids: Tensor | None = None
         self.cache = None if cache is None else RowCache(cache, spec.dim)
         kind = spec.wire.push
         self.feedback = None if kind.is_exact else Feedback(kind, spec.dim)
-        self._ready: list[Fetched] = []
-        self._rollbacks = 0
+        self.kind = (spec.dim, repr(spec.wire), cache is not None)
+        self.order = repr(spec.rule)
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, dim={self.dim}, optimizer={self.rule!r})"
+
+    @property
+    def rule(self) -> Rule:
+        """How rows move from now on."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: Rule) -> None:
+        self._rule = rule
+        self.hyper = rule.hyper()
+
+    def forget(self) -> None:
+        """Forgets what was kept here, as after a roll-back."""
+        if self.cache is not None:
+            self.cache.clear()
+        if self.feedback is not None:
+            self.feedback.clear()
 
     def pull(self, ids: Tensor) -> Tensor:
         """The rows of ids as they are now; ids without a row read their initial values.
@@ -82,55 +98,7 @@ class Table:
         Returns:
             ``(n, dim)``, float32, the caller's own.
         """
-        self._forget_what_was_undone()
-        for each in self._ready:
-            found = each.take(ids) if each.step == self.cluster.step else None
-            if found is not None:
-                return found
-        wish = self.wish(ids)
-        wish.promise(lambda: self._pull(wish.missing))
-        rows = wish.take(ids)
-        assert rows is not None
-        return rows
-
-    def _pull(self, ids: Tensor) -> Tensor:
-        if not len(ids):
-            return torch.empty(0, self.dim)
-        pulled: Pulled = self.cluster.exchange(None, Wanted({self.name: ids})).wait()
-        return pulled.tables[self.name]
-
-    def wish(self, ids: Tensor, later: int = 0) -> Fetched:
-        """Rows that will be wanted; those that are ``missing`` must be pulled.
-
-        Args:
-            ids: int64, all different.
-            later: steps until they are used.
-        """
-        self._forget_what_was_undone()
-        return Fetched(ids, self.cluster.step + later, self.dim, self.cache)
-
-    def bring(self, fetched: Fetched) -> None:
-        """Gives :meth:`fetch` rows that it may hand out in their step."""
-        step = self.cluster.step
-        self._ready = [each for each in self._ready if each.step >= step]
-        self._ready.append(fetched)
-
-    def _forget_what_was_undone(self) -> None:
-        if self._rollbacks != self.cluster.session.rollbacks:
-            self._rollbacks = self.cluster.session.rollbacks
-            self._ready.clear()
-            if self.cache is not None:
-                self.cache.clear()
-            if self.feedback is not None:
-                self.feedback.clear()
-
-    def take_gradient(self) -> tuple[Tensor, Tensor] | None:
-        """All gradients since the last step: ids that are all different, and a row for each."""
-        taken = self.gradient.take()
-        if taken is None:
-            return None
-        ids, grad = taken
-        return ids, to_host(grad.to(torch.float32)).contiguous()
+        return self.cluster.rows.fetch(TableIds((self.name,), (len(ids),), ids))
 
     def push(self, ids: Tensor, grad: Tensor) -> None:
         """Pushes gradients of rows: one step of this trainer, for this table alone.

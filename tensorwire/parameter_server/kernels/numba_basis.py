@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 _FUSES: Final = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+_MULTIPLIER: Final = np.uint64(0xD6E8FEB86659FD93)
+_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
+_LOW: Final = np.uint64(0xFFFFFFFF)
 AHEAD: Final = 8
 """Rows that are asked for before they are needed."""
 LINE: Final = 16
@@ -118,3 +124,62 @@ def bits(_context: Any, value: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
 
     return types.uint32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _floats_at(_context: Any, address: Any) -> Any:
+    """A pointer to float32."""
+    kind = types.CPointer(types.float32)
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
+
+    return kind(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _ints_at(_context: Any, address: Any) -> Any:
+    """A pointer to int64."""
+    kind = types.CPointer(types.int64)
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+
+    return kind(types.int64), generate
+
+
+@inlined
+def column_at(address: Any, width: Any) -> Any:
+    """The column of float32 at an address; its end is not checked."""
+    return carray(_floats_at(address), (1 << 40, width))
+
+
+@inlined
+def index_at(address: Any, size: Any) -> Any:
+    """The index of so many places at an address."""
+    return carray(_ints_at(address), (size, 2))
+
+
+@inlined
+def mix(value: Any) -> Any:
+    """The hash of an id."""
+    mixed = np.uint64(value)
+    mixed ^= mixed >> _S32
+    mixed *= _MULTIPLIER
+    mixed ^= mixed >> _S32
+    mixed *= _MULTIPLIER
+    return mixed ^ (mixed >> _S32)
+
+
+@inlined
+def home_of(identity: Any, capacity: Any) -> Any:
+    """The place of an index at which an id is looked for first."""
+    return np.int64(((mix(identity) & _LOW) * capacity) >> _S32)
+
+
+@inlined
+def random(state: Any) -> Any:
+    """64 bits that depend on a state."""
+    mixed = (state ^ (state >> _S30)) * _MIX_1
+    mixed = (mixed ^ (mixed >> _S27)) * _MIX_2
+    return mixed ^ (mixed >> _S31)

@@ -18,52 +18,30 @@ from tensorwire.parameter_server.kernels.numba_basis import (
     bits,
     compiled,
     fence,
+    home_of,
     inlined,
+    mix,
     prefetch,
+    random,
     stream,
 )
+from tensorwire.parameter_server.kernels.numba_many import dedup_many as dedup_many
+from tensorwire.parameter_server.kernels.numba_many import find_many as find_many
+from tensorwire.parameter_server.kernels.numba_many import gather_many as gather_many
+from tensorwire.parameter_server.kernels.numba_many import partition as partition
+from tensorwire.parameter_server.kernels.numba_many import pool as pool
+from tensorwire.parameter_server.kernels.numba_many import pool_back as pool_back
 
-_MULTIPLIER: Final = np.uint64(0xD6E8FEB86659FD93)
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2: Final = np.uint64(0x94D049BB133111EB)
-_S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
+_S32: Final = np.uint64(32)
 _S40: Final = np.uint64(40)
 _S48: Final = np.uint64(48)
-_LOW: Final = np.uint64(0xFFFFFFFF)
 _LOW_16: Final = np.uint64(0xFFFF)
 _ONE: Final = np.uint64(1)
-_PARTS: Final = 12
 
 NAME: Final = "numba"
 UPDATES: Final = numba_updates
 """The compiled updates of rows, by rule."""
-
-
-# --- hashes
-
-
-@inlined
-def _mix(value: Any) -> Any:
-    mixed = np.uint64(value)
-    mixed ^= mixed >> _S32
-    mixed *= _MULTIPLIER
-    mixed ^= mixed >> _S32
-    mixed *= _MULTIPLIER
-    return mixed ^ (mixed >> _S32)
-
-
-@inlined
-def _home(identity: Any, capacity: Any) -> Any:
-    """Where an id is looked for first."""
-    return np.int64(((_mix(identity) & _LOW) * capacity) >> _S32)
-
-
-@inlined
-def _random(state: Any) -> Any:
-    mixed = (state ^ (state >> _S30)) * _MIX_1
-    mixed = (mixed ^ (mixed >> _S27)) * _MIX_2
-    return mixed ^ (mixed >> _S31)
 
 
 # --- index
@@ -77,7 +55,7 @@ def find(table: Slots, ids: Ints, rows: Ints) -> None:
     for begin in range(0, len(ids), 32):
         count = min(32, len(ids) - begin)
         for k in range(count):
-            homes[k] = _home(ids[begin + k], capacity)
+            homes[k] = home_of(ids[begin + k], capacity)
             prefetch(table, homes[k], 0)
         for k in range(count):
             at, identity = homes[k], ids[begin + k]
@@ -94,7 +72,7 @@ def upsert(table: Slots, ids: Ints, rows: Ints, following: int) -> int:
     for begin in range(0, len(ids), 32):
         count = min(32, len(ids) - begin)
         for k in range(count):
-            homes[k] = _home(ids[begin + k], capacity)
+            homes[k] = home_of(ids[begin + k], capacity)
             prefetch(table, homes[k], 0)
         for k in range(count):
             at, identity = homes[k], ids[begin + k]
@@ -114,7 +92,7 @@ def rehash(old: Slots, table: Slots) -> None:
     capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
     for k in range(old.shape[0]):
         if old[k, 1] != -1:
-            at = _home(old[k, 0], capacity)
+            at = home_of(old[k, 0], capacity)
             while table[at, 1] != -1:
                 at = at + 1 if at < last else 0
             table[at, 0] = old[k, 0]
@@ -126,7 +104,7 @@ def set_rows(table: Slots, ids: Ints, rows: Ints) -> None:
     """Gives ids that are there other rows."""
     capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
     for k in range(len(ids)):
-        at = _home(ids[k], capacity)
+        at = home_of(ids[k], capacity)
         while table[at, 0] != ids[k] or table[at, 1] == -1:
             at = at + 1 if at < last else 0
         table[at, 1] = rows[k]
@@ -138,7 +116,7 @@ def remove(table: Slots, ids: Ints) -> None:
     size = table.shape[0]
     capacity, last = np.uint64(size), size - 1
     for k in range(len(ids)):
-        at = _home(ids[k], capacity)
+        at = home_of(ids[k], capacity)
         while table[at, 0] != ids[k] or table[at, 1] == -1:
             at = at + 1 if at < last else 0
         hole = at
@@ -146,7 +124,7 @@ def remove(table: Slots, ids: Ints) -> None:
             at = at + 1 if at < last else 0
             if table[at, 1] == -1:
                 break
-            home = _home(table[at, 0], capacity)
+            home = home_of(table[at, 0], capacity)
             if (at - home + size) % size >= (at - hole + size) % size:
                 table[hole, 0] = table[at, 0]
                 table[hole, 1] = table[at, 1]
@@ -174,7 +152,7 @@ def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
     count = 0
     for k in range(len(ids)):
         identity = ids[k]
-        at = _home(identity, capacity)
+        at = home_of(identity, capacity)
         while scratch[at, 1] != -1 and scratch[at, 0] != identity:
             at = at + 1 if at < last else 0
         place = scratch[at, 1]
@@ -186,7 +164,7 @@ def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
             count += 1
         inverse[k] = place
     for k in range(count):
-        at = _home(unique[k], capacity)
+        at = home_of(unique[k], capacity)
         while scratch[at, 1] != -1:
             scratch[at, 1] = -1
             at = at + 1 if at < last else 0
@@ -198,7 +176,7 @@ def slots(ids: Ints, out: Ints) -> None:
     """The slot of each id, by the high bits of its hash."""
     shift = np.uint64(54)
     for k in range(len(ids)):
-        out[k] = np.int64(_mix(ids[k]) >> shift)
+        out[k] = np.int64(mix(ids[k]) >> shift)
 
 
 @compiled
@@ -369,10 +347,10 @@ def uniform(out: Floats, places: Ints, ids: Ints, seed: int, low: float, high: f
     base, span = np.float32(low), np.float32(high) - np.float32(low)
     unit = np.float32(1.0 / 16777216.0)
     for k in range(len(places)):
-        state = _mix(np.uint64(ids[k]) ^ np.uint64(seed))
+        state = mix(np.uint64(ids[k]) ^ np.uint64(seed))
         row = out[places[k]]
         for j in range(len(row)):
-            drawn = _random(state + _GOLDEN * np.uint64(j + 1)) >> _S40
+            drawn = random(state + _GOLDEN * np.uint64(j + 1)) >> _S40
             row[j] = np.float32(np.int64(drawn)) * unit * span + base
 
 
@@ -382,12 +360,12 @@ def normal(out: Floats, places: Ints, ids: Ints, seed: int, mean: float, std: fl
     middle, width = np.float32(mean), np.float32(std)
     unit, offset = np.float32(1.0 / 65536.0), np.int64(6 * 65535)
     for k in range(len(places)):
-        state = _mix(np.uint64(ids[k]) ^ np.uint64(seed))
+        state = mix(np.uint64(ids[k]) ^ np.uint64(seed))
         row = out[places[k]]
         for j in range(len(row)):
             total = np.int64(0)
             for part in range(3):
-                drawn = _random(state + _GOLDEN * np.uint64(3 * j + part + 1))
+                drawn = random(state + _GOLDEN * np.uint64(3 * j + part + 1))
                 total += np.int64(drawn & _LOW_16) + np.int64((drawn >> np.uint64(16)) & _LOW_16)
                 total += np.int64((drawn >> _S32) & _LOW_16) + np.int64(drawn >> _S48)
             row[j] = np.float32(total - offset) * unit * width + middle
@@ -398,8 +376,8 @@ def normal(out: Floats, places: Ints, ids: Ints, seed: int, mean: float, std: fl
 
 @inlined
 def _noise(identity: Any, column: Any, seed: Any, update: Any) -> Any:
-    state = _mix(np.uint64(identity) ^ np.uint64(seed)) + _GOLDEN * np.uint64(update)
-    return _random(state + _GOLDEN * np.uint64(column + 1))
+    state = mix(np.uint64(identity) ^ np.uint64(seed)) + _GOLDEN * np.uint64(update)
+    return random(state + _GOLDEN * np.uint64(column + 1))
 
 
 @compiled

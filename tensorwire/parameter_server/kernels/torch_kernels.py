@@ -130,6 +130,30 @@ def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
     return len(found)
 
 
+def dedup_many(
+    scratch: Slots, ids: Ints, ends: Ints, unique: Ints, inverse: Ints, counts: Ints
+) -> int:
+    """Finds the different ids of each table, in the order in which they come."""
+    start = total = 0
+    for t, end in enumerate(ends.tolist()):
+        counts[t] = dedup(scratch, ids[start:end], unique[total:], inverse[start:end])
+        inverse[start:end] += total
+        total += int(counts[t])
+        start = end
+    return total
+
+
+def partition(shard_of: Ints, shards: int, ids: Ints, ends: Ints, order: Ints, sizes: Ints) -> None:
+    """Orders ids by the shard that keeps each, and leaves the order within a shard."""
+    found = np.empty(len(ids), np.int64)
+    slots(ids, found)
+    found = shard_of[found]
+    order[:] = np.argsort(found, kind="stable")
+    table = np.searchsorted(ends, np.arange(len(ids)), "right")
+    counts = np.bincount(found * len(ends) + table, minlength=shards * len(ends))
+    sizes[:] = counts.reshape(shards, len(ends))
+
+
 def slots(ids: Ints, out: Ints) -> None:
     """The slot of each id, by the high bits of its hash."""
     out[:] = (_mix(ids) >> _u(54)).astype(np.int64)

@@ -20,20 +20,35 @@ CHANNEL: Final = "tensorwire.ps/view/"
 """Clients hear of views here; the cluster's name follows."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TableIds:
+    """Ids of rows of several tables, which are as wide and are packed alike.
+
+    Args:
+        tables: their names.
+        sizes: ids of each.
+        ids: int64, those of one table after those of another, all different within a table.
+    """
+
+    tables: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ids: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class TablePush:
     """Gradients of some rows.
 
     Args:
-        ids: all different.
-        grad: a row for each, packed.
-        hyper: the table's hyper-parameters.
+        rows: whose.
+        grad: a row for each id, packed.
+        hyper: the hyper-parameters of each table.
         pulled: number of the pull that asked for exactly these ids; -1 if none did.
     """
 
-    ids: Tensor
+    rows: TableIds
     grad: Packed
-    hyper: tuple[float, ...]
+    hyper: tuple[tuple[float, ...], ...]
     pulled: int = -1
 
 
@@ -54,9 +69,14 @@ class DensePush:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The gradients of one push for one shard, by the names of tables and dense groups."""
+    """The gradients of one push for one shard.
 
-    tables: Mapping[str, TablePush] = field(default_factory=dict)
+    Args:
+        tables: of rows; no table twice.
+        dense: by the names of dense groups.
+    """
+
+    tables: tuple[TablePush, ...] = ()
     dense: Mapping[str, DensePush] = field(default_factory=dict)
 
 
@@ -68,14 +88,14 @@ class Ask:
         trainer: who asks; -1 for who is none.
         worker: name of the worker that asks.
         number: of the pull, at this trainer.
-        tables: by name, ids.
+        tables: ids of rows; no table twice.
         dense: names of dense groups.
     """
 
     trainer: int
     worker: str
     number: int
-    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    tables: tuple[TableIds, ...] = ()
     dense: tuple[str, ...] = ()
 
 
@@ -94,14 +114,14 @@ class Rows:
     """The answer to a pull.
 
     Args:
-        tables: by name, rows, packed.
+        tables: rows, packed, as they were asked for.
         dense: by name and dtype, all elements of the shard's pieces; None if nobody has
             set them yet.
         safe: pushes of the asker that are safe.
         low: pushes of the slowest trainer.
     """
 
-    tables: Mapping[str, Packed]
+    tables: tuple[Packed, ...]
     dense: Mapping[str, Mapping[torch.dtype, Tensor] | None]
     safe: int
     low: int

@@ -22,12 +22,22 @@ class Index:
 
     Args:
         kernels: see ``kernels``.
+
+    Attributes:
+        count: ids that are there.
+        address: where its places begin.
+        size: how many places there are.
     """
 
     def __init__(self, kernels: ModuleType) -> None:
         self._kernels = kernels
-        self._table = _empty(_FIRST)
+        self._take(_empty(_FIRST))
         self.count = 0
+
+    def _take(self, table: Slots) -> None:
+        self._table = table
+        self.address: int = table.__array_interface__["data"][0]
+        self.size = len(table)
 
     @property
     def bytes(self) -> int:
@@ -61,7 +71,7 @@ class Index:
     def _rehash(self, size: int) -> None:
         table = _empty(size)
         self._kernels.rehash(self._table, table)
-        self._table = table
+        self._take(table)
 
     def remove(self, ids: Ints) -> None:
         """Takes ids out, all of which are there. Does not renumber the others."""

@@ -20,6 +20,9 @@ class Column:
     Args:
         dtype: of the numbers.
         width: how many there are in a row.
+
+    Attributes:
+        address: where the first one lies.
     """
 
     def __init__(self, dtype: DTypeLike, width: int) -> None:
@@ -32,6 +35,7 @@ class Column:
     def _view(self) -> NDArray[Any]:
         count = len(self._memory) // self._row_bytes
         flat = np.frombuffer(self._memory, self.dtype, count * self.width)
+        self.address: int = flat.__array_interface__["data"][0]
         return flat.reshape(count, self.width)
 
     def reserve(self, count: int) -> None:

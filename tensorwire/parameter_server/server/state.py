@@ -29,13 +29,16 @@ from tensorwire.parameter_server.messaging.messages import (
     Ask,
     DensePush,
     Load,
+    TableIds,
     TablePush,
     Values,
 )
 from tensorwire.parameter_server.server.writing import Restored
+from tensorwire.parameter_server.storage import tables as many
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
 from tensorwire.parameter_server.storage.frozen import Frozen
-from tensorwire.parameter_server.storage.table import Part, Places, Rows, Table
+from tensorwire.parameter_server.storage.table import Rows, Table
+from tensorwire.parameter_server.storage.tables import ManyParts, ManyPlaces
 
 _MEMOS: Final = 3
 """Pulls of each trainer that are remembered; it may have asked for more before it pushes."""
@@ -117,7 +120,7 @@ class Memo:
     """The findings of a pull of a trainer, so that its push need not look again."""
 
     pull: int
-    places: dict[str, Places] = field(default_factory=dict)
+    places: dict[tuple[str, ...], ManyPlaces] = field(default_factory=dict)
 
 
 class ShardState:
@@ -184,26 +187,25 @@ class ShardState:
         self.updates += 1
         loads: list[tuple[Push, Load]] = [(push, push.load) for push in update.pushes]
         share = float(len(loads)) if self._mean and len(loads) > 1 else None
-        for name, table in self.tables.items():
-            parts = [(push, load.tables[name]) for push, load in loads if name in load.tables]
-            if parts:
-                self._set_hyper(table, parts[0][1].hyper)
-                unpacked = [self._part(table, push, part) for push, part in parts]
-                table.apply(unpacked, update.time, share)
+        for names, pushes in _together(loads).items():
+            tables = [self.tables[name] for name in names]
+            for table, hyper in zip(tables, pushes[0][1].hyper, strict=True):
+                if hyper != table.hyper:
+                    table.set_hyper(table.rule.with_hyper(hyper))
+            parts = [self._parts(push, part) for push, part in pushes]
+            many.apply(self._kernels, tables, parts, update.time, share)
         for name, group in self.dense.items():
             dense = [load.dense[name] for _, load in loads if name in load.dense]
             if dense:
                 group.apply([self._dense_part(part) for part in dense], share)
 
-    def _set_hyper(self, table: Table, hyper: tuple[float, ...]) -> None:
-        if hyper != table.rule.hyper():
-            table.set_hyper(table.rule.with_hyper(hyper))
-
-    def _part(self, table: Table, push: Push, part: TablePush) -> Part:
-        grad = table.spec.wire.push.unpack(part.grad, table.spec.dim)
+    def _parts(self, push: Push, part: TablePush) -> ManyParts:
+        rows = part.rows
+        spec = self.tables[rows.tables[0]].spec
+        grad = spec.wire.push.unpack(part.grad, spec.dim)
         memos = [m for m in self._memos.get(push.trainer, ()) if m.pull == part.pulled]
-        places = memos[0].places.get(table.spec.name) if memos else None
-        return Part(part.ids.numpy(), grad.numpy(), places)
+        places = memos[0].places.get(rows.tables) if memos else None
+        return ManyParts(rows.sizes, rows.ids.numpy(), grad.numpy(), places)
 
     def _dense_part(self, part: DensePush) -> DensePart:
         grads = {dtype: packed[0] for dtype, packed in part.grads.items()}
@@ -356,22 +358,22 @@ class ShardState:
 
     # --- pulls
 
-    def read(self, ask: Ask, time: int) -> tuple[dict[str, Packed], dict[str, Any]]:
-        """Reads what a pull asks for: rows by table, elements by dense group."""
+    def read(self, ask: Ask, time: int) -> tuple[tuple[Packed, ...], dict[str, Any]]:
+        """Reads what a pull asks for: rows of tables, and elements by dense group."""
         memo = Memo(ask.number)
-        tables = {}
-        for name, ids in ask.tables.items():
-            tables[name] = self._read_table(self.tables[name], ask.worker, ids, time, memo)
+        tables = tuple([self._read_rows(rows, ask.worker, time, memo) for rows in ask.tables])
         if ask.tables and ask.trainer >= 0:
             self._memos.setdefault(ask.trainer, deque(maxlen=_MEMOS)).append(memo)
         return tables, {name: self._read_dense(ask.worker, name) for name in ask.dense}
 
-    def _read_table(self, table: Table, to: str, ids: Tensor, time: int, memo: Memo) -> Packed:
-        shape = (len(ids), table.spec.dim)
-        kind = table.spec.wire.pull
+    def _read_rows(self, rows: TableIds, to: str, time: int, memo: Memo) -> Packed:
+        tables = [self.tables[name] for name in rows.tables]
+        kind, shape = tables[0].spec.wire.pull, (len(rows.ids), tables[0].spec.dim)
         exact = isinstance(kind, Float32)
         out = self._buffers(to, shape, torch.float32) if exact else torch.empty(shape)
-        memo.places[table.spec.name] = table.pull(ids.numpy(), out.numpy(), time)
+        memo.places[rows.tables] = many.pull(
+            self._kernels, tables, rows.sizes, rows.ids.numpy(), out.numpy(), time
+        )
         return (out,) if exact else kind.pack(out)
 
     def _read_dense(self, to: str, name: str) -> dict[torch.dtype, Tensor] | None:
@@ -387,11 +389,42 @@ class ShardState:
     def rows_wanted(self, load: Load) -> int:
         """Bytes that a push may need at most."""
         wanted = 0
-        for name, part in load.tables.items():
-            table = self.tables.get(name)
-            if table is not None:
-                wanted += len(part.ids) * table.row_bytes
+        for part in load.tables:
+            for name, size in zip(part.rows.tables, part.rows.sizes, strict=True):
+                if name in self.tables:
+                    wanted += size * self.tables[name].row_bytes
         return wanted
+
+
+Pushes = Sequence[tuple[Push, TablePush]]
+"""Gradients of several trainers for the same tables, in order."""
+
+
+def _together(loads: Sequence[tuple[Push, Load]]) -> Mapping[tuple[str, ...], Pushes]:
+    """What moves the same tables, by their names: all pushes, if they have the same tables.
+
+    Else each table by itself, with those pushes that have it.
+    """
+    kinds = {tuple([part.rows.tables for part in load.tables]) for _, load in loads}
+    together: dict[tuple[str, ...], list[tuple[Push, TablePush]]] = {}
+    for push, load in loads:
+        for part in load.tables:
+            for own in [part] if len(kinds) == 1 else _alone(part):
+                together.setdefault(own.rows.tables, []).append((push, own))
+    return together
+
+
+def _alone(part: TablePush) -> list[TablePush]:
+    """The same gradients, each table's by itself."""
+    sizes = part.rows.sizes
+    if len(sizes) == 1:
+        return [part]
+    packed = zip(*[each.split_with_sizes(sizes) for each in part.grad], strict=True)
+    ids = part.rows.ids.split_with_sizes(sizes)
+    return [
+        TablePush(TableIds((name,), (len(own),), own), tuple(grad), (hyper,))
+        for name, own, grad, hyper in zip(part.rows.tables, ids, packed, part.hyper, strict=True)
+    ]
 
 
 def _copied(table: Table) -> CopiedTable:

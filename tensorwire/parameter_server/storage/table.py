@@ -71,6 +71,18 @@ class Table:
         kernels: see ``kernels``.
         device: where float32 rows and their state are; None for the host's memory. The index,
             and rows of 16 bits, are always there.
+
+    Attributes:
+        rule: how rows move from now on; set by :meth:`set_hyper`.
+        hyper: its hyper-parameters.
+        steps: how often the table was updated.
+        layout: changes when rows get other numbers.
+        index: where the row of each id is.
+        weight: the rows.
+        state: their state, by name.
+        is_plain: whether rows are float32 in the host's memory, every id gets one, and none
+            leaves: what ``storage.tables`` does for many tables in one go.
+        row_bytes: the bytes that one more row takes, with its place in the index.
     """
 
     def __init__(
@@ -78,17 +90,18 @@ class Table:
     ) -> None:
         self.spec = spec
         self.rule = spec.rule
+        self.hyper = spec.rule.hyper()
         self.steps = 0
         self.layout = 0
         self.dropped = 0
         self.evicted = 0
         self._k = kernels
-        self._index = Index(kernels)
+        self.index = Index(kernels)
         self._ids = Column(np.int64, 1)
         half = spec.precision is not Precision.FLOAT32
         self._device = None if half else device
-        self._weight: Any = Column(np.uint16, spec.dim) if half else self._column(spec.dim)
-        self._state = {
+        self.weight: Any = Column(np.uint16, spec.dim) if half else self._column(spec.dim)
+        self.state = {
             name: self._column(spec.dim if per is Per.COLUMN else 1)
             for name, per in spec.rule.state.items()
         }
@@ -96,6 +109,11 @@ class Table:
         self._candidates = Candidates(spec.admit.pushes, kernels) if spec.admit else None
         self.swept = 0
         self._frozen: list[Frozen] = []
+        is_here = not half and self._device is None
+        self.is_plain = is_here and spec.admit is None and spec.evict is None
+        columns = self.columns().values()
+        self._width = sum(int(column.dtype.itemsize * column.width) for column in columns)
+        self.row_bytes = self._width + 32
 
     def _column(self, width: int) -> Any:
         if self._device is not None:
@@ -103,28 +121,19 @@ class Table:
         return Column(np.float32, width)
 
     def __len__(self) -> int:
-        return self._index.count
+        return self.index.count
 
     @property
     def bytes(self) -> int:
         """The bytes that rows, state and index take."""
         rows = self._width * len(self)
         waiting = self._candidates.bytes if self._candidates else 0
-        return rows + self._index.bytes + waiting
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes that one more row takes, with its place in the index."""
-        return self._width + 32
-
-    @property
-    def _width(self) -> int:
-        return sum(int(c.dtype.itemsize * c.width) for c in self.columns().values())
+        return rows + self.index.bytes + waiting
 
     def columns(self) -> dict[str, Any]:
         """Everything that is kept for each row, by name."""
-        found: dict[str, Any] = {"ids": self._ids, "weight": self._weight}
-        found |= {f"state.{name}": column for name, column in self._state.items()}
+        found: dict[str, Any] = {"ids": self._ids, "weight": self.weight}
+        found |= {f"state.{name}": column for name, column in self.state.items()}
         if self._touched is not None:
             found["touched"] = self._touched
         return found
@@ -135,14 +144,24 @@ class Table:
         """Writes the row of each id into ``out``: as it is, or as it would begin."""
         rows = self._find(ids, time)
         self._read(rows, out)
+        self.fill(rows, ids, out)
+        return Places(rows, self.layout)
+
+    def fill(self, rows: Ints, ids: Ints, out: Floats) -> None:
+        """Writes the initial values of ids that have no row.
+
+        Args:
+            rows: the row of each id, negative where there is none.
+            ids: the ids.
+            out: gets the values.
+        """
         absent = np.flatnonzero(rows < 0)
         if len(absent):
             self.spec.init.fill(out, absent, ids[absent])
-        return Places(rows, self.layout)
 
     def _find(self, ids: Ints, time: int) -> Ints:
         """The row of each id; none for a row that is too old, although it is still there."""
-        rows = self._index.find(ids)
+        rows = self.index.find(ids)
         if self._touched is not None:
             old = self._is_old(rows, time)
             rows[old] = -1
@@ -155,15 +174,15 @@ class Table:
         return (rows >= 0) & (time - touched >= self.spec.evict.steps)
 
     def _read(self, rows: Ints, out: Floats) -> None:
-        if self._weight.dtype == np.float32 and self._device is None:
-            k, source = self._k, self._weight.rows
+        if self.weight.dtype == np.float32 and self._device is None:
+            k, source = self._k, self.weight.rows
             divide(len(rows), out.nbytes, lambda a, b: k.gather(source, rows[a:b], out[a:b]))
             return
         there = rows >= 0
         if self._device is not None:
-            out[there] = self._weight.rows[rows[there]]
+            out[there] = self.weight.rows[rows[there]]
             return
-        bits = torch.from_numpy(self._weight.rows[rows[there]].view(np.int16))
+        bits = torch.from_numpy(self.weight.rows[rows[there]].view(np.int16))
         out[there] = bits.view(self._half()).float().numpy()
 
     def _half(self) -> torch.dtype:
@@ -186,7 +205,7 @@ class Table:
             grad = grad / np.float32(share)
         if self._candidates is not None:
             ids, grad, places = self._admitted(ids, grad, counts, time)
-        rows = self._rows_for(ids, places, time - 1)
+        rows = self.rows_for(ids, places, time - 1)
         self.save_before(rows)
         self._update(rows, ids, grad)
         if self._touched is not None:
@@ -223,17 +242,23 @@ class Table:
         self.dropped += int((~enough).sum())
         return ids[kept], np.ascontiguousarray(grad[kept]), None
 
-    def _rows_for(self, ids: Ints, places: Places | None, time: int) -> Ints:
-        """The row of each id; makes those that are not there."""
+    def rows_for(self, ids: Ints, places: Places | None, time: int) -> Ints:
+        """The row of each id; makes those that are not there.
+
+        Args:
+            ids: all different.
+            places: the rows that a pull has found for them, or None.
+            time: steps of the fastest trainer before this one.
+        """
         before = len(self)
         if places is not None and places.layout == self.layout:
             rows = places.rows
             missing = np.flatnonzero(rows < 0)
             if len(missing):
                 rows = rows.copy()
-                rows[missing] = self._index.upsert(ids[missing])
+                rows[missing] = self.index.upsert(ids[missing])
         else:
-            rows = self._index.upsert(ids)
+            rows = self.index.upsert(ids)
         if len(self) > before:
             new = np.flatnonzero(rows >= before)
             self._begin(rows[new], ids[new])
@@ -248,25 +273,25 @@ class Table:
         for column in self.columns().values():
             column.reserve(len(self))
         self._ids.rows[rows, 0] = ids
-        if self._weight.dtype == np.float32 and self._device is None:
-            self.spec.init.fill(self._weight.rows, rows, ids)
+        if self.weight.dtype == np.float32 and self._device is None:
+            self.spec.init.fill(self.weight.rows, rows, ids)
         else:
             values: Floats = np.empty((len(rows), self.spec.dim), np.float32)
             self.spec.init.fill(values, np.arange(len(rows)), ids)
             if self._device is None:
                 self._write_half(rows, ids, values)
             else:
-                self._weight.rows[rows] = values
-        for name, column in self._state.items():
+                self.weight.rows[rows] = values
+        for name, column in self.state.items():
             column.rows[rows] = self.rule.initial(name)
 
     def _update(self, rows: Ints, ids: Ints, grad: Floats) -> None:
         if self._device is not None:
-            updates.apply_on_device(self.rule, self._weight, self._state, rows, grad, self.steps)
+            updates.apply_on_device(self.rule, self.weight, self.state, rows, grad, self.steps)
             return
-        state = {name: column.rows for name, column in self._state.items()}
-        if self._weight.dtype == np.float32:
-            weight = self._weight.rows
+        state = {name: column.rows for name, column in self.state.items()}
+        if self.weight.dtype == np.float32:
+            weight = self.weight.rows
             updates.apply(self._k, self.rule, weight, state, rows, grad, self.steps)
             return
         values: Floats = np.empty((len(rows), self.spec.dim), np.float32)
@@ -283,11 +308,12 @@ class Table:
         short = self.spec.precision is Precision.BFLOAT16
         shorten = self._k.to_bfloat16 if short else self._k.to_float16
         shorten(values, ids, getattr(self.spec.init, "seed", 0), self.steps, bits)
-        self._weight.rows[rows] = bits
+        self.weight.rows[rows] = bits
 
     def set_hyper(self, rule: Rule) -> None:
         """The next updates are made with these hyper-parameters."""
         self.rule = rule
+        self.hyper = rule.hyper()
 
     def become(
         self, hyper: tuple[float, ...], steps: int, swept: int, counts: tuple[int, int]
@@ -300,7 +326,7 @@ class Table:
             swept: when rows that are too old were last looked for.
             counts: rows that were evicted, and gradients that were dropped.
         """
-        self.rule = self.rule.with_hyper(hyper)
+        self.set_hyper(self.rule.with_hyper(hyper))
         self.steps, self.swept = steps, swept
         self.evicted, self.dropped = counts
 
@@ -331,12 +357,12 @@ class Table:
         holes = np.flatnonzero(gone[:left])
         moving = np.flatnonzero(~gone[left:]) + left
         self.save_before(np.concatenate([rows, moving]))
-        self._index.remove(self._ids.rows[rows, 0].copy())
+        self.index.remove(self._ids.rows[rows, 0].copy())
         moved = self._ids.rows[moving, 0].copy()
         for column in self.columns().values():
             column.rows[holes] = column.rows[moving]
             column.release(left)
-        self._index.renumber(moved, holes, left)
+        self.index.renumber(moved, holes, left)
         self.layout += 1
 
     # --- as a whole
@@ -358,7 +384,7 @@ class Table:
 
     def enter(self, rows: Rows) -> None:
         """Takes rows in that were another table's."""
-        places = self._index.upsert(rows.ids)
+        places = self.index.upsert(rows.ids)
         for column in self.columns().values():
             column.reserve(len(self))
         self.save_before(places)
@@ -393,8 +419,13 @@ class Table:
         if frozen in self._frozen:
             self._frozen.remove(frozen)
 
+    @property
+    def is_frozen(self) -> bool:
+        """True while somebody must know how the rows were; then see :meth:`save_before`."""
+        return bool(self._frozen)
+
     def save_before(self, rows: Ints) -> None:
-        """These rows are about to change: who must know how they were takes a copy."""
+        """Saves rows that are about to change for those who must know how they were."""
         for frozen in self._frozen:
             frozen.save(rows)
 

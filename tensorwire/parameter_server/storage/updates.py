@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
@@ -15,6 +16,25 @@ from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.rows.device_memory import DeviceColumn, to_device
 
 State = Mapping[str, Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """Rows of tables that move alike, those of one table after those of another.
+
+    Args:
+        weights: the address of each table's column of weights.
+        state: by name, the addresses of the columns of state.
+        rows: which rows; all different within a table.
+        ends: where each table's rows end.
+        grad: a gradient for each row; it stays as it is.
+    """
+
+    weights: Ints
+    state: Mapping[str, Ints]
+    rows: Ints
+    ends: Ints
+    grad: Floats
 
 
 def apply(
@@ -37,15 +57,39 @@ def apply(
         grad: their gradients; they stay as they are.
         step: how often the table was updated, this time included.
     """
-    compiled, updates = _COMPILED.get(type(rule)), kernels.UPDATES
-    if compiled is not None and updates is not None:
-        divide(
-            len(rows),
-            (2 + len(state)) * grad.nbytes,
-            lambda a, b: compiled(updates, rule, weight, state, rows[a:b], grad[a:b], step),
-        )
-    else:
+    if not is_compiled(kernels, rule):
         _apply_torch(kernels, rule, weight, state, rows, grad, step)
+        return
+    columns = {name: _addresses(values) for name, values in state.items()}
+    ends = np.array([len(rows)])
+    apply_many(kernels, rule, Touched(_addresses(weight), columns, rows, ends, grad), step)
+
+
+def is_compiled(kernels: ModuleType, rule: rules.Rule) -> bool:
+    """True if there is a kernel for this rule, and :func:`apply_many` may be used."""
+    return kernels.UPDATES is not None and type(rule) in _COMPILED
+
+
+def apply_many(kernels: ModuleType, rule: rules.Rule, touched: Touched, step: int) -> None:
+    """Moves rows of several tables by a rule that is compiled.
+
+    Args:
+        kernels: compiled ones.
+        rule: says how.
+        touched: the rows.
+        step: how often each of the tables was updated, this time included.
+    """
+    compiled, updates = _COMPILED[type(rule)], kernels.UPDATES
+    divide(
+        len(touched.rows),
+        (2 + len(touched.state)) * touched.grad.nbytes,
+        lambda begin, end: compiled(updates, rule, touched, begin, end, step),
+    )
+
+
+def _addresses(values: Floats) -> Ints:
+    """Where an array begins."""
+    return np.array([values.__array_interface__["data"][0]])
 
 
 def _apply_torch(
@@ -98,52 +142,50 @@ def _roots(values: Floats) -> Floats:
     return values
 
 
-def _sgd(
-    k: ModuleType, rule: Any, weight: Floats, state: State, rows: Ints, grad: Floats, step: int
-) -> None:
+def _room(touched: Touched, begin: int, end: int) -> Floats:
+    room: Floats = np.empty((end - begin, touched.grad.shape[1]), np.float32)
+    return room
+
+
+def _sgd(k: ModuleType, rule: Any, t: Touched, begin: int, end: int, step: int) -> None:
+    rows = t.rows, t.ends, begin, end, t.grad
     if rule.momentum:
-        buffer, factor = state["momentum"], rule.momentum
-        k.momentum(weight, buffer, rows, grad, rule.lr, factor, rule.nesterov, rule.weight_decay)
+        hyper = rule.lr, rule.momentum, rule.nesterov, rule.weight_decay
+        k.momentum(t.weights, t.state["momentum"], *rows, *hyper)
     else:
-        k.sgd(weight, rows, grad, rule.lr, rule.weight_decay)
+        k.sgd(t.weights, *rows, rule.lr, rule.weight_decay)
 
 
-def _adagrad(
-    k: ModuleType, rule: Any, weight: Floats, state: State, rows: Ints, grad: Floats, step: int
-) -> None:
-    under: Floats = np.empty(grad.shape, np.float32)
-    decay = rule.weight_decay
-    k.adagrad_sums(weight, state["sum"], rows, grad, decay, under)
-    k.adagrad_step(weight, rows, grad, _roots(under), rule.rate(step), rule.eps, decay)
+def _adagrad(k: ModuleType, rule: Any, t: Touched, begin: int, end: int, step: int) -> None:
+    rows = t.rows, t.ends, begin, end, t.grad
+    under = _room(t, begin, end)
+    k.adagrad_sums(t.weights, t.state["sum"], *rows, rule.weight_decay, under)
+    hyper = rule.rate(step), rule.eps, rule.weight_decay
+    k.adagrad_step(t.weights, *rows, _roots(under), *hyper)
 
 
-def _rowwise(
-    k: ModuleType, rule: Any, weight: Floats, state: State, rows: Ints, grad: Floats, step: int
-) -> None:
-    squares: Any = np.empty(len(rows), np.float32)
-    k.square_sums(grad, squares)
-    k.rowwise_sums(state["sum"], rows, squares, grad.shape[1])
-    k.rowwise_step(weight, rows, grad, rule.steps(torch.from_numpy(squares)).numpy())
+def _rowwise(k: ModuleType, rule: Any, t: Touched, begin: int, end: int, step: int) -> None:
+    rows = t.rows, t.ends, begin, end
+    squares: Any = np.empty(end - begin, np.float32)
+    k.square_sums(t.grad[begin:end], squares)
+    k.rowwise_sums(t.state["sum"], *rows, squares, t.grad.shape[1])
+    k.rowwise_step(t.weights, *rows, t.grad, rule.steps(torch.from_numpy(squares)).numpy())
 
 
-def _adam(
-    k: ModuleType, rule: Any, weight: Floats, state: State, rows: Ints, grad: Floats, step: int
-) -> None:
+def _adam(k: ModuleType, rule: Any, t: Touched, begin: int, end: int, step: int) -> None:
     one, two = rule.betas
-    under: Floats = np.empty(grad.shape, np.float32)
-    k.adam_moments(state["mean"], state["square"], rows, grad, 1 - one, 1 - two, under)
-    k.adam_step(weight, state["mean"], rows, _roots(under), rule.size(step), rule.eps)
+    rows = t.rows, t.ends, begin, end
+    mean, under = t.state["mean"], _room(t, begin, end)
+    k.adam_moments(mean, t.state["square"], *rows, t.grad, 1 - one, 1 - two, under)
+    k.adam_step(t.weights, mean, *rows, _roots(under), rule.size(step), rule.eps)
 
 
-def _ftrl(
-    k: ModuleType, rule: Any, weight: Floats, state: State, rows: Ints, grad: Floats, step: int
-) -> None:
-    old: Floats = np.empty(grad.shape, np.float32)
-    new: Floats = np.empty(grad.shape, np.float32)
-    k.ftrl_sums(state["sum"], rows, grad, old, new)
-    linear = state["linear"]
+def _ftrl(k: ModuleType, rule: Any, t: Touched, begin: int, end: int, step: int) -> None:
+    rows = t.rows, t.ends, begin, end, t.grad
+    old, new = _room(t, begin, end), _room(t, begin, end)
+    k.ftrl_sums(t.state["sum"], *rows, old, new)
     hyper = rule.lr, rule.l1, rule.l2, rule.beta
-    k.ftrl_step(weight, linear, rows, grad, _roots(old), _roots(new), *hyper)
+    k.ftrl_step(t.weights, t.state["linear"], *rows, _roots(old), _roots(new), *hyper)
 
 
 _COMPILED: Final[Mapping[type[rules.Rule], Callable[..., None]]] = {

@@ -1,0 +1,173 @@
+"""The ids of several features of one batch: what a collection is given, in one form.
+
+Ids come as a dict of tensors, or as anything with the interface of TorchRec's
+``KeyedJaggedTensor``, which is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureIds:
+    """The ids of one feature.
+
+    Args:
+        ids: ``(n,)``, int64, bag after bag.
+        each: ids in every bag; None if bags have different numbers of ids.
+        lengths: ids of each bag, ``(batch,)``, int64; None if :attr:`each` says it.
+        batch: how many bags there are.
+        weights: a factor for each id, ``(n,)``; None for none.
+    """
+
+    ids: Tensor
+    each: int | None
+    lengths: Tensor | None
+    batch: int
+    weights: Tensor | None = None
+
+    def sizes(self) -> Tensor:
+        """Ids of each bag, int64."""
+        if self.lengths is not None:
+            return self.lengths
+        return torch.full((self.batch,), self.each or 0)
+
+
+def given(where: str, names: Sequence[str], weighted: Sequence[bool], batch: Any) -> list[Any]:
+    """The tensors that a batch consists of, by which it is known again.
+
+    Args:
+        where: the collection, for errors.
+        names: the features.
+        weighted: for each, whether it has weights.
+        batch: a dict by feature, or like a ``KeyedJaggedTensor``.
+
+    Raises:
+        KeyError: a feature is missing.
+        TypeError: it is neither.
+    """
+    if isinstance(batch, Mapping):
+        if missing := [name for name in names if name not in batch]:
+            raise KeyError(f"{where}: no ids for feature {missing[0]!r}; the batch has "
+                           f"{', '.join(map(repr, batch))}")  # fmt: skip
+        return [batch[name] for name in names]
+    if not _is_keyed_jagged(batch):
+        raise TypeError(
+            f"{where}: ids are a {type(batch).__name__}, neither a dict from features to tensors "
+            "nor like torchrec's KeyedJaggedTensor"
+        )
+    weights = batch.weights_or_none() if any(weighted) else None
+    return [tuple(batch.keys()), batch.values(), batch.lengths(), weights]
+
+
+def _is_keyed_jagged(batch: Any) -> bool:
+    return all(callable(getattr(batch, name, None)) for name in ("keys", "values", "lengths"))
+
+
+def feature_ids(
+    where: str, names: Sequence[str], weighted: Sequence[bool], batch: Any
+) -> list[FeatureIds]:
+    """The ids of each feature.
+
+    Args:
+        where: the collection, for errors.
+        names: the features.
+        weighted: for each, whether it has weights.
+        batch: a dict by feature, or like a ``KeyedJaggedTensor``.
+
+    Raises:
+        KeyError: a feature is missing.
+        TypeError: ids are no whole numbers, or weights are missing.
+        ValueError: the shapes do not fit each other.
+    """
+    parts = given(where, names, weighted, batch)
+    if isinstance(batch, Mapping):
+        found = [
+            _from_tensor(where, name, each, has_weights)
+            for name, each, has_weights in zip(names, parts, weighted, strict=True)
+        ]
+    else:
+        found = _from_keyed_jagged(where, names, weighted, parts)
+    wrong = [name for name, each in zip(names, found, strict=True) if each.batch != found[0].batch]
+    if wrong:
+        other = next(each.batch for name, each in zip(names, found, strict=True) if name in wrong)
+        raise ValueError(
+            f"{where}: feature {wrong[0]!r} has {other} bags, and {names[0]!r} has "
+            f"{found[0].batch}; all features of a batch need as many"
+        )
+    return found
+
+
+def _from_tensor(where: str, name: str, ids: Any, weighted: bool) -> FeatureIds:
+    weights = None
+    if weighted:
+        if not isinstance(ids, tuple) or len(ids) != 2:
+            raise TypeError(f"{where}: feature {name!r} is weighted; give (ids, weights), not "
+                            f"{type(ids).__name__}")  # fmt: skip
+        ids, weights = ids
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"{where}: feature {name!r}: ids must be an int64 tensor, not {kind}")
+    if weights is not None and not isinstance(weights, Tensor):
+        raise TypeError(f"{where}: feature {name!r}: weights are a {type(weights).__name__}, "
+                        "not a tensor")  # fmt: skip
+    if weights is not None and weights.shape != ids.shape and not ids.is_nested:
+        raise ValueError(
+            f"{where}: feature {name!r}: weights have shape {tuple(weights.shape)}, and ids "
+            f"{tuple(ids.shape)}"
+        )
+    if ids.is_nested:
+        return _from_nested(ids, weights)
+    if ids.dim() != 2:
+        raise ValueError(
+            f"{where}: feature {name!r}: ids have shape {tuple(ids.shape)}, not (batch, n); "
+            "for one id an example give ids[:, None], for different numbers a nested tensor"
+        )
+    flat = None if weights is None else weights.reshape(-1)
+    return FeatureIds(ids.reshape(-1).long(), ids.shape[1], None, ids.shape[0], flat)
+
+
+def _from_nested(ids: Any, weights: Any) -> FeatureIds:
+    lengths = ids.offsets().diff().cpu()
+    flat = weights.values() if weights is not None and weights.is_nested else weights
+    return FeatureIds(ids.values().long(), None, lengths, len(lengths), flat)
+
+
+def _from_keyed_jagged(
+    where: str, names: Sequence[str], weighted: Sequence[bool], parts: Sequence[Any]
+) -> list[FeatureIds]:
+    keys, values, lengths, weights = parts
+    if missing := [name for name in names if name not in keys]:
+        raise KeyError(f"{where}: no ids for feature {missing[0]!r}; the batch has "
+                       f"{', '.join(map(repr, keys))}")  # fmt: skip
+    if values.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{where}: ids must be an int64 tensor, not {values.dtype}")
+    if any(weighted) and weights is None:
+        raise TypeError(f"{where}: features are weighted, and the batch has no weights")
+    by_key = lengths.cpu().long().view(len(keys), -1)
+    counts = by_key.sum(1).tolist()
+    place = {key: number for number, key in enumerate(keys)}
+    ids = values.long().split_with_sizes(counts)
+    factors = None if weights is None else weights.split_with_sizes(counts)
+    batch = by_key.shape[1]
+    even = _all_alike(by_key)
+    found = []
+    for name, has_weights in zip(names, weighted, strict=True):
+        at = place[name]
+        own = factors[at] if has_weights and factors is not None else None
+        each = counts[at] // batch if even and batch else None
+        found.append(
+            FeatureIds(ids[at], each, None if each is not None else by_key[at], batch, own)
+        )
+    return found
+
+
+def _all_alike(lengths: Tensor) -> bool:
+    """True if every bag of each feature has as many ids."""
+    return bool((lengths == lengths[:, :1]).all()) if lengths.numel() else False

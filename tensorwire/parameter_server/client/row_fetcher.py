@@ -1,0 +1,136 @@
+"""Fetches the rows that modules look up: now, or one step before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tensorwire.parameter_server.client.exchange import Answer, Exchanging, StepGradient
+from tensorwire.parameter_server.client.step_rows import StepRows
+from tensorwire.parameter_server.messaging.messages import TableIds
+
+if TYPE_CHECKING:
+    from tensorwire.parameter_server.client.cluster import Cluster
+
+
+class RowFetcher:
+    """The rows of this step and the next, at one trainer.
+
+    Args:
+        cluster: where the tables are.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._announced: list[TableIds] = []
+        self._ready: list[StepRows] = []
+        self._rollbacks = 0
+
+    def fetch(self, ids: TableIds) -> Tensor:
+        """The rows of ids: prefetched, kept here, or pulled now.
+
+        Args:
+            ids: of tables of one kind.
+
+        Returns:
+            ``(n, dim)``, float32, the caller's own.
+        """
+        self._forget_what_was_undone()
+        step = self._cluster.step
+        for each in self._ready:
+            found = each.take(ids) if each.step == step else None
+            if found is not None:
+                return found
+        rows = self._step_rows(ids, 0)
+        rows.promise(lambda: self._pull(rows.missing))
+        taken = rows.take(ids)
+        assert taken is not None
+        return taken
+
+    def _pull(self, ids: TableIds) -> Tensor:
+        if not len(ids.ids):
+            return torch.empty(0, self._cluster.known(ids.tables[0]).dim)
+        answer: Answer = self._cluster.send(None, [ids]).wait()
+        return answer.rows[0]
+
+    def as_pulled(self, gradients: Sequence[StepGradient]) -> list[StepGradient]:
+        """The same gradients; those of rows that were pulled together are put together.
+
+        So servers need not look for these rows again.
+
+        Args:
+            gradients: no table twice.
+        """
+        alone = {each.ids.tables[0]: each for each in gradients if len(each.ids.tables) == 1}
+        found = [each for each in gradients if len(each.ids.tables) > 1]
+        for ids in [each.ids for each in self._ready if each.step == self._cluster.step]:
+            if len(ids.tables) > 1 and alone.keys() >= set(ids.tables):
+                parts = [alone[name] for name in ids.tables]
+                given = [each.ids.ids for each in parts]
+                if _sizes(given) == ids.sizes and torch.equal(torch.cat(given), ids.ids):
+                    found.append(StepGradient(ids, torch.cat([each.grad for each in parts])))
+                    for name in ids.tables:
+                        del alone[name]
+        return [*found, *alone.values()]
+
+    def announce(self, wanted: Sequence[TableIds]) -> None:
+        """Has rows of the next batch come with the next step, or sets out for them now.
+
+        Args:
+            wanted: ids of tables, those of one kind together.
+        """
+        if self._cluster.is_stale:
+            self.bring(wanted, 1)
+        else:
+            self._announced = list(wanted)
+
+    def bring(self, wanted: Sequence[TableIds], later: int = 0) -> None:
+        """Sets out for rows, in one message to each server.
+
+        Args:
+            wanted: ids of tables, those of one kind together.
+            later: steps until they are used.
+        """
+        self._forget_what_was_undone()
+        rows = [self._step_rows(ids, later) for ids in wanted]
+        self.promised(rows, self._cluster.send(None, [each.missing for each in rows]))
+
+    def announced(self, tables: Collection[str]) -> list[StepRows]:
+        """The rows that were announced, if they are of these tables; they are to be pulled now."""
+        self._forget_what_was_undone()
+        announced, self._announced = self._announced, []
+        known = set(tables)
+        return [self._step_rows(ids, 1) for ids in announced if known.issuperset(ids.tables)]
+
+    def promised(self, rows: Sequence[StepRows], sent: Exchanging) -> None:
+        """Rows come with an answer, in this order; :meth:`fetch` hands them out in their step."""
+        step = self._cluster.step
+        self._ready = [each for each in self._ready if each.step >= step]
+        for place, each in enumerate(rows):
+            each.promise(partial(_rows_of, sent, place))
+            self._ready.append(each)
+
+    def _step_rows(self, ids: TableIds, later: int) -> StepRows:
+        tables = [self._cluster.known(name) for name in ids.tables]
+        caches = [table.cache for table in tables if table.cache is not None]
+        return StepRows(ids, self._cluster.step + later, tables[0].dim, caches)
+
+    def _forget_what_was_undone(self) -> None:
+        if self._rollbacks != self._cluster.session.rollbacks:
+            self._rollbacks = self._cluster.session.rollbacks
+            self._ready.clear()
+            for table in self._cluster.tables:
+                table.forget()
+
+
+def _rows_of(sent: Exchanging, place: int) -> Tensor:
+    answer: Answer = sent.wait()
+    return answer.rows[place]
+
+
+def _sizes(ids: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([len(each) for each in ids])
