@@ -153,7 +153,7 @@ class _Collection(Lookup):
         self._weighted = [each.weighted for each in found.values()]
         self._groups = _groups(list(found.values()))
         self.tables = [table for group in self._groups for table in group.tables]
-        clusters = {id(table.cluster) for table in self.tables}
+        clusters = {id(each.table.cluster) for each in found.values()}
         if len(clusters) > 1:
             raise ValueError(f"{where}: tables are of several clusters; make a collection of each")
         for number, table in enumerate(self.tables):
@@ -382,7 +382,7 @@ def _by_torch(ids: FeatureIds, places: Tensor, rows: Tensor, mode: str) -> Tenso
     device = rows.device
     own = rows.index_select(0, to_device(where, device))
     if not len(own):
-        own = own.new_zeros(1, rows.shape[1])  # torch wants a row, even for no id at all
+        own = torch.cat((own, own.new_zeros(1, rows.shape[1])))  # torch wants a row at least
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), ids.sizes().cumsum(0)))
     return functional.embedding_bag(
         to_device(at, device),

@@ -64,8 +64,13 @@ def _wants(modules: Sequence[nn.Module], ids: Ids) -> _Wants:
     if not modules:
         raise ValueError("prefetch: give the modules whose rows it is to fetch, or their model")
     for module in modules:
-        instance("prefetch", "module", module, nn.Module, "a ps.Embedding, a ps.EmbeddingBag, "
-                 "a collection or a model of such")
+        instance(
+            "prefetch",
+            "module",
+            module,
+            nn.Module,
+            "a ps.Embedding, a ps.EmbeddingBag, a collection or a model of such",
+        )
     if len(modules) == 1 and not isinstance(modules[0], Lookup):
         named = {n: each for n, each in modules[0].named_modules() if isinstance(each, Lookup)}
         if not named:

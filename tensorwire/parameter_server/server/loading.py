@@ -10,6 +10,7 @@ from tensorwire.parameter_server.declarations.initialisers import Uniform
 from tensorwire.parameter_server.declarations.rules import RowwiseAdagrad
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.storage import tables
 from tensorwire.parameter_server.storage.table import Part, Table
 
 
@@ -26,5 +27,15 @@ def load_kernels() -> None:
     for time in range(2):
         places = table.pull(ids, rows, time)
         table.apply([Part(ids, np.ones_like(rows), places)], time)
+    _load_those_for_many(Table(spec, kernels()), Table(spec, kernels()))
     bits = rows.reshape(-1).view(np.int32)
     kernels().stream_finite(bits, np.empty_like(bits))
+
+
+def _load_those_for_many(*those: Table) -> None:
+    """The same for two tables at a time, and the pushes of two trainers."""
+    ids, rows = np.arange(20, dtype=np.int64), np.empty((20, 4), np.float32)
+    for time in range(2):
+        places = tables.pull(kernels(), those, (10, 10), ids, rows, time)
+        part = tables.ManyParts((10, 10), ids, np.ones_like(rows), places)
+        tables.apply(kernels(), those, [part, part][time:], time)

@@ -1,5 +1,6 @@
 """The store of a server: tables of rows and dense parameters. One thread at a time changes it.
 
 ``table`` is rows, their state, who may come in and who must leave; ``updates`` applies rules;
-``dense`` keeps pieces of an optimizer; ``frozen`` is a table as it was.
+``tables`` reads and moves several tables in one go; ``dense`` keeps pieces of an optimizer;
+``frozen`` is a table as it was.
 """

@@ -50,12 +50,36 @@ class Clicks(nn.Module):
         return self.top(both).squeeze(1)
 
 
-def remote(cluster: ps.Cluster, **options: Any) -> tuple[Clicks, list[ps.Table]]:
+class CollectedClicks(Clicks):
+    """The same, both tables in one collection."""
+
+    def __init__(self, users: ps.Table, items: ps.Table) -> None:
+        super().__init__(nn.Identity(), nn.Identity())
+        self.both = ps.EmbeddingBagCollection({"users": ps.Feature(users, "mean"), "items": items})
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        found: Tensor = self.top(self.both({"users": users, "items": items}).values())
+        return found.squeeze(1)
+
+
+both = pytest.mark.parametrize("collected", [False, True], ids=["modules", "collection"])
+
+
+def remote(
+    cluster: ps.Cluster, collected: bool = False, **options: Any
+) -> tuple[Clicks, list[ps.Table]]:
     tables = [
         cluster.table(name, DIM, ps.SGD(lr=0.5), init=ps.Uniform(0.1, seed), **options)
         for seed, name in enumerate(("users", "items"))
     ]
+    if collected:
+        return CollectedClicks(*tables), tables
     return Clicks(ps.Embedding(tables[0]), ps.EmbeddingBag(tables[1], "sum")), tables
+
+
+def prefetched_for(model: Clicks, given: Iterable[Batch]) -> Iterable[Batch]:
+    """The batches, prefetched for a model that is made of either."""
+    return ps.prefetch(given, model, ids=lambda batch: {"users": batch[0], "items": batch[1]})
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -91,18 +115,21 @@ def one_process(weights: list[Tensor]) -> tuple[list[float], list[Tensor]]:
     return fit(model, optimizer, batches()), [*rows, *model.top.parameters()]
 
 
+@both
 @pytest.mark.parametrize("prefetched", [False, True], ids=["on demand", "prefetched"])
-def test_a_model_on_servers_has_the_losses_and_weights_of_one_process(prefetched: bool) -> None:
+def test_a_model_on_servers_has_the_losses_and_weights_of_one_process(
+    prefetched: bool, collected: bool
+) -> None:
     def go() -> tuple[list[Tensor], list[float], list[Tensor], int]:
         cluster = ps.connect(server_names(2))
-        model, tables = remote(cluster)
+        model, tables = remote(cluster, collected)
         every = torch.arange(IDS)
         before = [table.pull(every) for table in tables]
         optimizer = ps.Optimizer(cluster, model, dense=torch.optim.SGD, lr=0.1)
         pulls = cluster.session.pulls
         given: Iterable[Batch] = batches()
         if prefetched:
-            given = ps.prefetch(given, model.users, model.items, ids=ids_of)
+            given = prefetched_for(model, given)
         losses = fit(model, optimizer, given)
         pulls = cluster.session.pulls - pulls
         after = [*(table.pull(every) for table in tables), *model.top.parameters()]
@@ -113,18 +140,20 @@ def test_a_model_on_servers_has_the_losses_and_weights_of_one_process(prefetched
     assert losses == pytest.approx(wanted, rel=1e-6)
     for mine, theirs in zip(after, weights, strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert pulls == (STEPS + 1 if prefetched else 3 * STEPS)
+    on_demand = 2 if collected else 3  # the dense parameters are pulled, too
+    assert pulls == (STEPS + 1 if prefetched else on_demand * STEPS)
 
 
-def test_prefetching_changes_no_bit_for_two_trainers_in_step() -> None:
+@both
+def test_prefetching_changes_no_bit_for_two_trainers_in_step(collected: bool) -> None:
     def go(trainer: int, prefetched: bool) -> Callable[[], list[Tensor]]:
         def run() -> list[Tensor]:
             cluster = ps.connect(server_names(2), trainers=2)
-            model, tables = remote(cluster)
+            model, tables = remote(cluster, collected)
             optimizer = ps.Optimizer(cluster, model, dense=torch.optim.Adam)
             given: Iterable[Batch] = batches(trainer)
             if prefetched:
-                given = ps.prefetch(given, model.users, model.items, ids=ids_of)
+                given = prefetched_for(model, given)
             fit(model, optimizer, given)
             rows = [table.pull(torch.arange(IDS)) for table in tables]
             cluster.finish()
@@ -207,10 +236,11 @@ def test_a_stale_step_of_tables_does_not_wait_for_the_servers() -> None:
             assert torch.equal(table.pull(ids), torch.full((3, 2), -1.0))
 
 
-def test_a_cache_saves_pulls_of_hot_rows_and_evaluation_moves_no_clock() -> None:
+@both
+def test_a_cache_saves_pulls_of_hot_rows_and_evaluation_moves_no_clock(collected: bool) -> None:
     def go() -> tuple[int, int, int]:
         cluster = ps.connect(server_names(1))
-        model, tables = remote(cluster, cache=ps.Cache(rows=1000, staleness=2))
+        model, tables = remote(cluster, collected, cache=ps.Cache(rows=1000, staleness=2))
         optimizer = ps.Optimizer(cluster, model, dense=torch.optim.SGD, lr=0.1)
         fit(model, optimizer, [next(iter(batches()))] * STEPS)
         with torch.no_grad():
@@ -257,7 +287,8 @@ def test_what_packing_leaves_out_is_sent_later(kind: Any) -> None:
     assert not torch.equal(lossy, grad)
 
 
-def test_packed_gradients_reach_the_loss_of_whole_ones_on_digits() -> None:
+@both
+def test_packed_gradients_reach_the_loss_of_whole_ones_on_digits(collected: bool) -> None:
     scans = load_digits()
     labels = torch.from_numpy(scans.target).long()
     ids = torch.from_numpy(scans.data).long() // 4 + 5 * torch.arange(64)  # pixel and darkness
@@ -265,8 +296,15 @@ def test_packed_gradients_reach_the_loss_of_whole_ones_on_digits() -> None:
     def go(wire: Any) -> tuple[float, float]:
         cluster = ps.connect(server_names(2))
         table = cluster.table("pixels", 10, ps.SGD(lr=1.0), wire=wire)
-        bag = ps.EmbeddingBag(table, mode="sum")
-        optimizer = ps.Optimizer(cluster, bag)
+        module = (
+            ps.EmbeddingBagCollection({"p": table}) if collected else ps.EmbeddingBag(table, "sum")
+        )
+
+        def bag(some: Tensor) -> Tensor:
+            found: Tensor = module({"p": some}).values() if collected else module(some)
+            return found
+
+        optimizer = ps.Optimizer(cluster, module)
         for step in range(60):
             part = torch.arange(step * 300, step * 300 + 300) % len(labels)
             optimizer.zero_grad()
@@ -323,5 +361,16 @@ def test_prefetching_wants_modules_and_as_many_tensors() -> None:
         model, _ = remote(ps.connect(server_names(1)))
         with pytest.raises(ValueError, match="1 tensors for 2 modules"):
             next(ps.prefetch(batches(), model.users, model.items, ids=lambda b: b[0]))
+        with pytest.raises(
+            ValueError, match="leaves out 'items'; the modules are 'users', 'items'"
+        ):
+            next(ps.prefetch(batches(), model, ids=lambda b: {"users": b[0]}))
+        ids = {"users": 1, "items": 2, "more": 3}
+        with pytest.raises(ValueError, match="has others"):
+            next(ps.prefetch(batches(), model, ids=lambda b: ids))
+        with pytest.raises(TypeError, match="a Tensor, not a dict by module name"):
+            next(ps.prefetch(batches(), model, ids=lambda b: b[0]))
+        with pytest.raises(ValueError, match="the model has no module that looks rows up"):
+            next(ps.prefetch(batches(), model.top, ids=lambda b: b[0]))
 
     train([go])

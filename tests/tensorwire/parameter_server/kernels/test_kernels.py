@@ -209,3 +209,34 @@ def test_rounding_by_chance_has_the_right_mean(k: ModuleType) -> None:
     again = np.empty(values.shape, np.uint16)
     k.to_bfloat16(values, np.arange(4000), 1, 2, again)
     assert (again != out).any()
+
+
+@both
+def test_different_ids_of_many_tables_are_found_table_by_table(k: ModuleType) -> None:
+    r = np.random.default_rng(5)
+    parts = [r.integers(-9, 9, n) for n in (40, 0, 7, 300)]
+    ids, ends = np.concatenate(parts), np.cumsum([len(part) for part in parts])
+    unique, inverse = np.empty_like(ids), np.empty_like(ids)
+    counts = np.empty(len(parts), np.int64)
+
+    count = k.dedup_many(table(600), ids, ends, unique, inverse, counts)
+
+    seen = [list(dict.fromkeys(part.tolist())) for part in parts]
+    assert counts.tolist() == [len(each) for each in seen]
+    assert unique[:count].tolist() == [each for some in seen for each in some]
+    assert np.array_equal(unique[inverse], ids)
+
+
+@both
+def test_ids_are_ordered_by_shard_and_counted_by_table(k: ModuleType) -> None:
+    ids = np.random.default_rng(6).integers(-(2**62), 2**62, 500)
+    ends, shard_of = np.array([100, 100, 500]), np.arange(1024) % 3
+    order, sizes = np.empty(500, np.int64), np.empty((3, 3), np.int64)
+
+    k.partition(shard_of, 3, ids, ends, order, sizes)
+
+    found = np.array([slot_of(identity) % 3 for identity in ids.tolist()])
+    assert order.tolist() == np.argsort(found, kind="stable").tolist()
+    for shard in range(3):
+        mine = found == shard
+        assert sizes[shard].tolist() == [mine[:100].sum(), 0, mine[100:].sum()]

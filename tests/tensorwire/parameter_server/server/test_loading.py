@@ -19,6 +19,7 @@ def test_a_server_that_loaded_its_kernels_loads_none_at_its_first_push() -> None
         from tensorwire.parameter_server.kernels import numba_kernels, numba_updates
         from tensorwire.parameter_server.server.loading import load_kernels
         from tensorwire.parameter_server.declarations.spec import TableSpec
+        from tensorwire.parameter_server.storage import tables
         from tensorwire.parameter_server.storage.table import Part, Table
 
         def loaded():
@@ -34,6 +35,11 @@ def test_a_server_that_loaded_its_kernels_loads_none_at_its_first_push() -> None
         for time in range(3):
             places = table.pull(ids, rows, time)
             table.apply([Part(ids, np.ones_like(rows), places)], time)
+        two = [table, Table(TableSpec("more", 64, rule, ps.Uniform(0.1, seed=3)), numba_kernels)]
+        for time in range(2):
+            places = tables.pull(numba_kernels, two, (500, 500), ids, rows, time)
+            part = tables.ManyParts((500, 500), ids, np.ones_like(rows), places)
+            tables.apply(numba_kernels, two, [part] * 2, time)
         assert loaded() == before, loaded() - before
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
