@@ -334,8 +334,8 @@ class Cluster:
         """
         for each in (push, pull):
             self._require_known(each)
-        rows = [] if push is None else self.gradients_of(push.tables)
-        wanted = [] if pull is None else self.grouped(pull.tables)
+        rows = [] if push is None else self.rows.gradients_of(push.tables)
+        wanted = [] if pull is None else self.rows.grouped(pull.tables)
         names = () if pull is None else pull.dense
         dense = {} if push is None else push.dense
         gone = Step(rows, dense) if push is not None else None
@@ -352,18 +352,6 @@ class Cluster:
 
         return Exchanging(finish)
 
-    def gradients_of(self, tables: Mapping[str, tuple[Tensor, Tensor]]) -> list[StepGradient]:
-        """Gradients of tables, those of one kind together.
-
-        Args:
-            tables: by name, ids that are all different and a row for each.
-        """
-        found = []
-        for ids in self.grouped({name: given for name, (given, _) in tables.items()}):
-            grads = [tables[name][1] for name in ids.tables]
-            found.append(StepGradient(ids, grads[0] if len(grads) == 1 else torch.cat(grads)))
-        return found
-
     @property
     def tables(self) -> list[Table]:
         """The tables that were declared here."""
@@ -372,19 +360,6 @@ class Cluster:
     def known(self, name: str) -> Table:
         """A table that was declared here."""
         return self._tables[name]
-
-    def grouped(self, wanted: Mapping[str, Tensor]) -> list[TableIds]:
-        """Ids of rows, those of tables of one kind together.
-
-        Args:
-            wanted: by the name of the table, ids that are all different.
-        """
-        kinds: dict[Any, list[Table]] = {}
-        for name in wanted:
-            kinds.setdefault(self._tables[name].kind, []).append(self._tables[name])
-        for tables in kinds.values():
-            tables.sort(key=_order_of)
-        return [_joined(tables, [wanted[t.name] for t in tables]) for tables in kinds.values()]
 
     def send(
         self,
@@ -563,21 +538,6 @@ def _check_rows(table: Table, given: Tensor | tuple[Tensor, Tensor]) -> None:
         ids = given[0]
     if ids.dim() != 1:
         raise ValueError(f"table {table.name!r}: ids have shape {tuple(ids.shape)}, not (n,)")
-
-
-def _order_of(table: Table) -> str:
-    return table.order
-
-
-def _joined(tables: Sequence[Table], ids: Sequence[Tensor]) -> TableIds:
-    """The ids of several tables, those of one table after those of another."""
-    every = ids[0] if len(ids) == 1 else torch.cat(list(ids))
-    names = tuple([table.name for table in tables])
-    return TableIds(names, _sizes(ids), every)
-
-
-def _sizes(ids: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple([len(each) for each in ids])
 
 
 def _corrected(tables: Sequence[Table], gradient: StepGradient) -> Tensor:

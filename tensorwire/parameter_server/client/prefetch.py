@@ -211,7 +211,7 @@ def _united(cluster: Cluster, needs: Sequence[TableIds]) -> list[TableIds]:
     for each in needs:
         for name, ids in zip(each.tables, each.ids.split_with_sizes(each.sizes), strict=True):
             parts.setdefault(name, []).append(ids)
-    return cluster.grouped({
+    return cluster.rows.grouped({
         name: some[0] if len(some) == 1 else distinct(torch.cat(some))[0]
         for name, some in parts.items()
     })  # fmt: skip

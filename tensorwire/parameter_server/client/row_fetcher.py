@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from tensorwire.parameter_server.messaging.messages import TableIds
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
+    from tensorwire.parameter_server.client.table import Table
 
 
 class RowFetcher:
@@ -56,6 +57,31 @@ class RowFetcher:
             return torch.empty(0, self._cluster.known(ids.tables[0]).dim)
         answer: Answer = self._cluster.send(None, [ids]).wait()
         return answer.rows[0]
+
+    def gradients_of(self, tables: Mapping[str, tuple[Tensor, Tensor]]) -> list[StepGradient]:
+        """Gradients of tables, those of one kind together.
+
+        Args:
+            tables: by name, ids that are all different and a row for each.
+        """
+        found = []
+        for ids in self.grouped({name: given for name, (given, _) in tables.items()}):
+            grads = [tables[name][1] for name in ids.tables]
+            found.append(StepGradient(ids, grads[0] if len(grads) == 1 else torch.cat(grads)))
+        return found
+
+    def grouped(self, wanted: Mapping[str, Tensor]) -> list[TableIds]:
+        """Ids of rows, those of tables of one kind together.
+
+        Args:
+            wanted: by the name of the table, ids that are all different.
+        """
+        kinds: dict[Any, list[Table]] = {}
+        for name in wanted:
+            kinds.setdefault(self._cluster.known(name).kind, []).append(self._cluster.known(name))
+        for tables in kinds.values():
+            tables.sort(key=_order_of)
+        return [_joined(tables, [wanted[t.name] for t in tables]) for tables in kinds.values()]
 
     def as_pulled(self, gradients: Sequence[StepGradient]) -> list[StepGradient]:
         """The same gradients; those of rows that were pulled together are put together.
@@ -130,6 +156,17 @@ class RowFetcher:
 def _rows_of(sent: Exchanging, place: int) -> Tensor:
     answer: Answer = sent.wait()
     return answer.rows[place]
+
+
+def _order_of(table: Table) -> str:
+    return table.order
+
+
+def _joined(tables: Sequence[Table], ids: Sequence[Tensor]) -> TableIds:
+    """The ids of several tables, those of one table after those of another."""
+    every = ids[0] if len(ids) == 1 else torch.cat(list(ids))
+    names = tuple([table.name for table in tables])
+    return TableIds(names, _sizes(ids), every)
 
 
 def _sizes(ids: Sequence[Tensor]) -> tuple[int, ...]:
