@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from rpc import current
 from rpc.agent import Agent
 from rpc.backend_registry import BackendType, construct_rpc_backend_options, init_backend, ours
-from rpc.builtin_backends import default_backend, register_builtin_backends
+from rpc.builtin_backends import default_backend, register_builtin_backends, store_key
 from rpc.calls.gathering import AllGatherStates as AllGatherStates
 from rpc.calls.gathering import all_gather as _all_gather
 from rpc.calls.gathering import barrier as _barrier  # noqa: F401  (programs call rpc.api._barrier)
@@ -151,6 +151,7 @@ def init_rpc(
             world_size,
             options.bring_up_timeout,
             options.bind_address,
+            store_key(options),
         )
         keep_store(found.store)
         if life:

@@ -70,6 +70,14 @@ def default_backend(options: RpcBackendOptions | None, preferred: str | None) ->
     raise TypeError(f"Could not infer backend for options {options!r}")
 
 
+def store_key(options: RpcBackendOptions) -> bytes:
+    """The key that this worker proves to the group's store; empty if it has none."""
+    given = b""
+    if isinstance(options, TensorWireRpcBackendOptions):
+        given = options.settings().group_key
+    return given or read_group_key(os.environ)
+
+
 def _default_name() -> str:
     """TENSORWIRE; on a host with InfiniBand, says once how torch's TensorPipe is chosen."""
     adapters = sorted(path.name for path in _INFINIBAND.glob("*"))

@@ -14,8 +14,9 @@ the work. There are six things:
 
 And four for a process that is no worker, such as a launcher: :class:`MemberList` says who is
 in a dynamic group and strikes off who died, :func:`read_group_key` and
-:func:`share_group_key` hand the group's key on, :func:`host_store` hosts a store in a
-process that strangers cannot fill, and :func:`host_addresses` says at which addresses others
+:func:`share_group_key` hand the group's key on, and :func:`host_store` hosts a store in a
+process that strangers cannot fill, of which :class:`StoreClient` is a client and
+:func:`key_values` the signed values, and :func:`host_addresses` says at which addresses others
 reach this host. :func:`restore_torch_names` is for one in which ``torch.distributed.rpc`` stands
 for another module. :class:`WaitLog` has a wait say what it waits for.
 
@@ -31,6 +32,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from rpc.calls.call_parts import CallParts
 from rpc.calls.caller import Caller
@@ -54,8 +56,10 @@ from rpc.group.job_roles import JobRole, JobRoles
 from rpc.group.key_values import KeyValueStore
 from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group_key
 from rpc.group.member_list import Member, MemberList
+from rpc.group.records import PREFIX
 from rpc.group.signed_store import SignedStore
 from rpc.group.store_host import StoreServer, host_store
+from rpc.group.tcp_store import TcpStoreClient as StoreClient
 from rpc.ids import Life, new_tuple
 from rpc.observe.progress import Facts, Progress
 from rpc.observe.reporter import WATCH, quantile
@@ -104,6 +108,7 @@ __all__ = [
     "Progress",
     "Reaper",
     "Slot",
+    "StoreClient",
     "StoreServer",
     "WaitLog",
     "Worker",
@@ -118,6 +123,7 @@ __all__ = [
     "import_remedy",
     "is_cancelled",
     "is_living",
+    "key_values",
     "leave_tensors",
     "life_of",
     "new_tuple",
@@ -540,6 +546,17 @@ def store(namespace: str) -> KeyValueStore:
             lead()
     """
     return worker().store(namespace)
+
+
+def key_values(group_store: Store, group_key: bytes, namespace: str) -> KeyValueStore:
+    """The same for a process that is no worker, such as a launcher.
+
+    Args:
+        group_store: where the group meets: any store of torch's, or a :class:`StoreClient`.
+        group_key: the group's key; empty if it has none.
+        namespace: see :func:`store`.
+    """
+    return KeyValueStore(SignedStore(group_store, group_key, PREFIX), namespace)
 
 
 def life_of(who: Destination) -> Life:

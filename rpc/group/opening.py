@@ -21,9 +21,19 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.constants import MAX_RANK
 from rpc.errors import BringUpError
-from rpc.group.host_addresses import describe_addresses, host_addresses
+from rpc.group.host_addresses import address_on_the_way_to, describe_addresses, host_addresses
+from rpc.group.records import PREFIX
+from rpc.group.signed_store import SignedStore
 from rpc.group.store_host import StoreServer, open_server, warn_of_slow_resolver
-from rpc.group.tcp_store import SECONDS_OF_SILENCE, TcpStoreClient, is_address
+from rpc.group.tcp_store import (
+    SECONDS_OF_SILENCE,
+    AnotherKeyError,
+    NoClosedPartError,
+    StoreLostError,
+    TcpStoreClient,
+    is_address,
+    plain_host,
+)
 
 _logger = logging.getLogger("rpc")
 
@@ -33,6 +43,8 @@ _NUMBERS: Final = {
     "world_size": "the number of workers, or leave it out for a dynamic group",
     "master_port": "the TCP port of the group's store",
 }
+_BESIDE: Final = "store"
+"""The key, in torch's store, that says where the group's own is."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 _LONGEST_ATTEMPT: Final = 5.0  # seconds; to an address that swallows what it is sent
 _SECONDS_TO_CONCLUDE: Final = 0.7
@@ -59,18 +71,25 @@ def open_store(
     world_size: int | None,
     timeout: float,
     bind_address: str | None = None,
+    group_key: bytes = b"",
 ) -> Meeting:
     """Connects to the store that ``init_method`` names; hosts it, if this is the place.
 
-    The same URL may serve ``init_process_group`` in the same process.
+    The same URL may serve ``init_process_group`` in the same process. With a group key the
+    group meets in the closed part of the store there (:mod:`rpc.group.store_gate`). Where that is
+    torch's, which has none, the worker with rank 0 hosts one beside it, and says in torch's store
+    where, signed; nothing else of the group lies there.
 
     Args:
-        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``; ``?job=ID`` behind
+            ``tcp://`` keeps apart who meets there for one job.
         rank: this worker's, or -1 to take it from the URL or, with ``env://``, from ``RANK``.
         world_size: likewise; None to take it from the URL or ``WORLD_SIZE``.
         timeout: seconds for bring-up as a whole: for the store's host to come, and for all
             that is asked of a ``TCPStore`` until :func:`opened_for_good`.
         bind_address: where to host the store if the URL leaves that open.
+        group_key: what members prove to the store, where it is a ``TCPStore``'s address; empty
+            if the group has none.
 
     Raises:
         ValueError: something that is needed is given nowhere.
@@ -92,7 +111,8 @@ def open_store(
     if parts.scheme in ("env", "tcp"):
         place = _place(init_method, parts, query)
         _check_rank(place.rank, size)
-        found = _meet_over_tcp(init_method, place, until, timeout, bind_address), place.rank
+        limits = _Limits(until, timeout)
+        found = _meet_over_tcp(init_method, place, limits, bind_address, group_key), place.rank
     else:
         if query.get("rank"):
             _check_rank(int(query["rank"]), size)
@@ -133,6 +153,7 @@ class _Place:
     port: int
     rank: int
     hosts: bool
+    job: str
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -152,7 +173,7 @@ def _place(init_method: str, parts: SplitResult, query: Mapping[str, str]) -> _P
     except ValueError as error:
         raise ValueError(f"init_method={init_method!r} is incomplete: {error}") from None
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _Place(host, port, rank, rank == 0 and not launched)
+    return _Place(host, port, rank, rank == 0 and not launched, query.get("job", ""))
 
 
 def _variable(name: str) -> str:
@@ -203,47 +224,72 @@ def _check_rank(rank: int, size: int) -> None:
 # --- A TCPStore
 
 
+class _Limits(NamedTuple):
+    """The monotonic time until which a worker tries to meet, and the seconds it was given."""
+
+    until: float
+    timeout: float
+
+
 def _meet_over_tcp(
-    init_method: str, place: _Place, until: float, timeout: float, bind_address: str | None
+    init_method: str, place: _Place, limits: _Limits, bind_address: str | None, group_key: bytes
 ) -> Store:
-    host, port, server = place.host, place.port, None
-    if place.hosts:
-        server = open_server(place.host, place.port, bind_address)
-        host, port = server.address, server.port
-    client = TcpStoreClient(host, port, timeout)
+    server = open_server(place.host, place.port, bind_address, group_key) if place.hosts else None
+    host, port = (server.address, server.port) if server else (place.host, place.port)
+    key = b"" if server and not server.has_closed_part else group_key
+    client = TcpStoreClient(host, port, limits.timeout, key, place.job)
     client.server = server
     try:
-        _connect(client, place, until, timeout)
-        client.until = until + min(_SECONDS_TO_CONCLUDE, timeout)
-        client.check(["tensorwire"])
+        try:
+            _connect(client, place, limits)
+        except NoClosedPartError:
+            return _meet_beside(init_method, place, limits, bind_address, group_key)
+        if group_key and not key:
+            return _meet_beside(init_method, place, limits, bind_address, group_key, server)
+        client.until = limits.until + min(_SECONDS_TO_CONCLUDE, limits.timeout)
+        if not group_key and client.has_closed_part():
+            raise BringUpError(
+                f"the workers disagree about group_key: the store at {place} was given one, and "
+                "this process none; give every worker of the group the same"
+            )
+    except AnotherKeyError as error:
+        raise BringUpError(str(error)) from error
     except OSError as error:
-        raise BringUpError(
-            f"the store at {place}, which init_method={init_method!r} names, could not be opened "
-            f"within {timeout:g} s; a worker with rank 0, or the launcher, must be running and "
-            f"answering at that address: {error}; {_where_we_are()}"
-        ) from error
+        raise _cannot_open(init_method, place, limits, error) from error
     return client
 
 
-def _connect(client: TcpStoreClient, place: _Place, until: float, timeout: float) -> None:
+def _cannot_open(init_method: str, place: _Place, limits: _Limits, error: object) -> BringUpError:
+    return BringUpError(
+        f"the store at {place}, which init_method={init_method!r} names, could not be opened "
+        f"within {limits.timeout:g} s; a worker with rank 0, or the launcher, must be running and "
+        f"answering at that address: {error}; {_where_we_are()}"
+    )
+
+
+def _connect(client: TcpStoreClient, place: _Place, limits: _Limits) -> None:
     """Returns when the store's host has accepted a connection.
 
     Raises:
+        NoClosedPartError: the client has a key, and the store there no closed part.
+        AnotherKeyError: it has another key.
         OSError: it did not in time; says why the last attempt failed.
     """
     began, pause, silence = time.monotonic(), _FIRST_PAUSE, SECONDS_OF_SILENCE
     while True:
         now = time.monotonic()
-        client.until = min(until, now + _LONGEST_ATTEMPT)
+        client.until = min(limits.until, now + _LONGEST_ATTEMPT)
         try:
             client.connect()
             if not is_address(place.host):
                 warn_of_slow_resolver(f"{place.host!r} and connecting", time.monotonic() - now)
             return
+        except (AnotherKeyError, NoClosedPartError):
+            raise
         except UnicodeError as error:
             raise OSError(f"{place.host!r} is no name of a host: {error}") from error
         except OSError as error:
-            left = until - time.monotonic()
+            left = limits.until - time.monotonic()
             if left <= 0:
                 raise
             if time.monotonic() - began >= silence:
@@ -253,7 +299,7 @@ def _connect(client: TcpStoreClient, place: _Place, until: float, timeout: float
                     silence,
                     place,
                     str(error),  # the error itself would keep its frames alive
-                    timeout,
+                    limits.timeout,
                     _where_we_are(),
                 )
                 silence *= 2
@@ -263,6 +309,82 @@ def _connect(client: TcpStoreClient, place: _Place, until: float, timeout: float
 
 def _where_we_are() -> str:
     return f"this host's addresses are {describe_addresses(host_addresses())}"
+
+
+# --- A store beside torch's, which asks nobody for a key
+
+
+def _meet_beside(
+    init_method: str,
+    place: _Place,
+    limits: _Limits,
+    bind_address: str | None,
+    group_key: bytes,
+    shared: StoreServer | None = None,
+) -> Store:
+    """Meets in a store of ours that the worker with rank 0 hosts, and names in torch's.
+
+    Args:
+        init_method: names torch's.
+        place: the same.
+        limits: of time.
+        bind_address: where to host ours.
+        group_key: of the group.
+        shared: torch's, if this process hosts it.
+    """
+    host, port = (shared.address, shared.port) if shared else (place.host, place.port)
+    torchs = TcpStoreClient(host, port, limits.timeout, job=place.job)
+    torchs.until = limits.until
+    notice = SignedStore(torchs, group_key, PREFIX)
+    if place.rank == 0:
+        return _host_beside(place, limits, bind_address, group_key, notice, shared)
+    silence = time.monotonic() + SECONDS_OF_SILENCE
+    problem = "nobody said there, with this group_key, where the group's own store is"
+    while time.monotonic() < limits.until:
+        found = notice.get(_BESIDE)
+        if found is not None:
+            try:
+                return _follow(found.decode(), place, limits, group_key)
+            except OSError as error:  # of a former life, or put back
+                problem = f"the group's own store, named there, does not answer: {error}"
+        if time.monotonic() > silence:
+            _logger.warning("init_rpc waits for the worker with rank 0 at %s: %s", place, problem)
+            silence = time.monotonic() + SECONDS_OF_SILENCE
+        time.sleep(_LONGEST_PAUSE / 5)
+    raise _cannot_open(init_method, place, limits, problem)
+
+
+def _host_beside(
+    place: _Place,
+    limits: _Limits,
+    bind_address: str | None,
+    group_key: bytes,
+    notice: SignedStore,
+    shared: StoreServer | None,
+) -> Store:
+    mine = "" if shared else address_on_the_way_to(plain_host(place.host), 9) or ""
+    server = open_server(place.host if shared else mine, 0, bind_address or mine, group_key)
+    client = server.client(limits.timeout, place.job)
+    client.server = (server, shared)
+    client.connect()
+    notice.set(_BESIDE, f"{client.run.decode()} {server.port} {mine}".encode())
+    return client
+
+
+def _follow(notice: str, place: _Place, limits: _Limits, group_key: bytes) -> Store:
+    """Connects to where a notice says.
+
+    Raises:
+        OSError: another store listens there, or none.
+    """
+    run, port, host = notice.split(" ")
+    client = TcpStoreClient(host or place.host, int(port), limits.timeout, group_key, place.job)
+    client.until = min(limits.until, time.monotonic() + _LONGEST_ATTEMPT)
+    client.connect()
+    if client.run.decode() != run:
+        raise StoreLostError("it is not the one that was named")
+    client.until = limits.until
+    return client
 
 
 # --- Other stores

@@ -156,6 +156,7 @@ class SignedStore:
         self._prefix = prefix
         # torch's stubs say str where C++ takes bytes as well, which need not be text.
         self._store: Any = store
+        self._job = f"{store.prefix}/"[1:] if isinstance(store, TcpStoreClient) else ""
         self._own_nothing = b"?" + os.urandom(16)
 
     def below(self, part: str) -> SignedStore:
@@ -311,7 +312,8 @@ class SignedStore:
         return _Seen(version, value, self._head(key, body) + body)
 
     def _head(self, key: str, body: bytes) -> bytes:
-        signed = to_be_signed(self._name(key).encode(), body)
+        name = f"{self._job}{self._name(key)}".encode()
+        signed = to_be_signed(name, body)
         code = hmac.digest(self._key, signed, hashlib.sha256).hex()[:CODE_DIGITS].encode()
         return b"".join((VERSION, self._mark, code, END_OF_HEAD))
 

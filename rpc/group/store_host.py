@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import TCPStore
 from rpc.errors import BringUpError
 from rpc.group import store_process
 from rpc.group.signed_store import signing_key
-from rpc.group.tcp_store import is_address
+from rpc.group.tcp_store import TcpStoreClient, connection_key, is_address
 from rpc.runtime.store_visits import stays_behind
 from rpc.runtime.threads import Thread
 
@@ -46,9 +46,12 @@ _SECONDS_TO_SHARE: Final = 30.0
 _ANY: Final = ("::", "0.0.0.0")
 _SO_ATTACH_FILTER: Final = 26
 _MOST_TRIES: Final = 20
+_NO_KEY: Final = b"-"
 
 
-def open_server(host: str, port: int, bind_address: str | None) -> StoreServer:
+def open_server(
+    host: str, port: int, bind_address: str | None, group_key: bytes = b""
+) -> StoreServer:
     """Hosts the group's store, or shares the one that this process hosts there.
 
     Args:
@@ -56,14 +59,15 @@ def open_server(host: str, port: int, bind_address: str | None) -> StoreServer:
         port: to listen on; 0 for one that the kernel chooses.
         bind_address: listen there if the URL does not say which address of this host is
             meant; None for all addresses then.
+        group_key: what members prove; empty if there is none.
 
     Raises:
         BringUpError: another process listens there, or nobody can.
     """
-    return StoreServer(host, port, _listen(host, port, bind_address))
+    return StoreServer(host, port, _listen(host, port, bind_address), group_key)
 
 
-def host_store(host: str, port: int) -> StoreServer:
+def host_store(host: str, port: int, group_key: bytes = b"") -> StoreServer:
     """Hosts a store that speaks torch's protocol, in a process of its own.
 
     Strangers who reach it cannot have it take more than some 200 MB of memory, and none of
@@ -73,10 +77,13 @@ def host_store(host: str, port: int) -> StoreServer:
         host: an address of this machine, or its name. On the loopback interface only processes
             of this machine reach it; if it is a name, it listens at all addresses.
         port: to listen on; 0 for one that is free.
+        group_key: who has it may use the closed part, which nobody else can; see
+            :mod:`rpc.group.store_gate`. Default none: there is only the part that is open to all.
 
     Returns:
-        The store: ``port`` says where it listens, ``tcp_store()`` is torch's client of it,
-        ``trust(group_key)`` has it keep what members of that group write, whoever fills it.
+        The store: ``port`` says where it listens, ``tcp_store()`` is torch's client of the open
+        part, ``client(timeout)`` ours of the closed one, ``trust(group_key)`` has the open part
+        keep what members of that group write, whoever fills it.
 
     Raises:
         OSError: the port is taken.
@@ -85,7 +92,7 @@ def host_store(host: str, port: int) -> StoreServer:
     listener = _listen(host, port, None)
     if listener is None:
         raise OSError(errno.EADDRINUSE, f"{host}:{port} is taken")
-    return StoreServer(host, port, listener)
+    return StoreServer(host, port, listener, group_key)
 
 
 class StoreServer:
@@ -95,17 +102,23 @@ class StoreServer:
         host: what the group's URL calls this host.
         port: of the store.
         listener: a socket that listens there; None to share what this process has there.
+        group_key: what opens its closed part; empty if it has none.
 
     Attributes:
         address: where this process reaches it.
         port: where it listens.
+        has_closed_part: false, too, if what is shared is torch's.
 
     Raises:
         BringUpError: there is nothing to be shared.
     """
 
-    def __init__(self, host: str, port: int, listener: socket.socket | None) -> None:
+    def __init__(
+        self, host: str, port: int, listener: socket.socket | None, group_key: bytes = b""
+    ) -> None:
         self.address, self.port = host, port
+        self._group_key = group_key
+        self.has_closed_part = bool(group_key) and listener is not None
         self._store: TCPStore | None = None
         self._error: BaseException | None = None
         self._keys: socket.socket | None = None
@@ -131,6 +144,18 @@ class StoreServer:
         if self._keys is not None and group_key:
             with contextlib.suppress(OSError):
                 self._keys.send(signing_key(group_key))
+
+    def client(self, timeout: float, job: str = "") -> TcpStoreClient:
+        """Ours of its closed part, if it has one, which keeps the store alive, too.
+
+        Args:
+            timeout: seconds that one request may take.
+            job: sees only what was written for that job.
+        """
+        key = self._group_key if self.has_closed_part else b""
+        client = TcpStoreClient(self.address, self.port, timeout, key, job)
+        client.server = self
+        return client
 
     def tcp_store(self) -> TCPStore:
         """Torch's client of it, which keeps the store alive, too.
@@ -162,9 +187,14 @@ class StoreServer:
                     line = socket.create_connection(unreachable.getsockname())
                     _refuse_everybody(unreachable)
                     with line:
-                        self._keys = _start_process(listener, line)
+                        self._keys = _start_process(listener, line, self._group_key)
                     return unreachable.detach()
             except (OSError, subprocess.SubprocessError) as error:
+                if self._group_key:
+                    raise BringUpError(
+                        "no process can be started that keeps the group's store, and torch's, "
+                        f"which could stand for it, asks nobody for the group_key: {error}"
+                    ) from error
                 _logger.warning(
                     "no process can be started that keeps the group's store, so this worker keeps "
                     "it: whoever reaches it can fill this worker's memory (%s)",
@@ -230,7 +260,7 @@ def _refuse_everybody(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filters)
 
 
-def _start_process(listener: socket.socket, line: socket.socket) -> socket.socket:
+def _start_process(listener: socket.socket, line: socket.socket, group_key: bytes) -> socket.socket:
     """Starts ``store_process``, and returns when it runs.
 
     It is no child of this process, and in a session of its own: signals to this one's group
@@ -248,6 +278,7 @@ def _start_process(listener: socket.socket, line: socket.socket) -> socket.socke
     life = os.pidfd_open(os.getpid())
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        ours.send(connection_key(group_key) if group_key else _NO_KEY)
         descriptors = (listener.fileno(), theirs.fileno(), life, line.fileno())
         where = "{}:{}".format(*listener.getsockname()[:2])
         subprocess.run(

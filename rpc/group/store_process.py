@@ -1,11 +1,13 @@
 """Keeps the group's store in a process of its own, in bounded memory.
 
-A store asks nobody who they are, so a stranger may send as much as the network carries. This
-process holds a bounded number of connections, and moves bytes between them and the store,
-whose decisions are in ``store_values``.
+A stranger may send as much as the network carries. This process holds a bounded number of
+connections, and moves bytes between them and two stores, whose decisions are in
+``store_values``: the open one, for torch's clients, and, if there is a key, the closed one, for
+those that prove it (``store_gate``). Of a client that has done neither it holds 256 bytes for
+five seconds. Strangers never take the place of who has proven the key.
 
 The interpreter runs this file by its path, without ``site``, ``rpc`` or torch, and beside its
-neighbour it imports C modules only: so it starts in about 20 ms and takes 10 MB. ``store_host``
+neighbours it imports C modules only: so it starts in about 20 ms and takes 10 MB. ``store_host``
 starts it.
 """
 
@@ -14,12 +16,23 @@ import resource
 import select
 import sys
 from _socket import AF_INET, AF_INET6, SOCK_STREAM, socket
+from time import monotonic
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __package__:
+    from rpc.group.store_gate import (
+        HELLO,
+        NONCE_BYTES,
+        RUN_BYTES,
+        SECONDS_TO_PROVE,
+        Gate,
+        NotProvenError,
+    )
     from rpc.group.store_values import (
         CHUNK,
         KEY_BYTES,
+        MOST_OPEN_STORED,
+        MOST_OPEN_UNDER_WAY,
         MOST_STORED,
         MOST_UNDER_WAY,
         Client,
@@ -29,9 +42,12 @@ if TYPE_CHECKING or __package__:
     )
 else:  # run by its path
     sys.path.append(__file__.rpartition("/")[0])
+    from store_gate import HELLO, NONCE_BYTES, RUN_BYTES, SECONDS_TO_PROVE, Gate, NotProvenError
     from store_values import (
         CHUNK,
         KEY_BYTES,
+        MOST_OPEN_STORED,
+        MOST_OPEN_UNDER_WAY,
         MOST_STORED,
         MOST_UNDER_WAY,
         Client,
@@ -43,37 +59,55 @@ else:  # run by its path
 MOST_CONNECTIONS = 8192
 
 _MOST_AT_ONCE = 64
+_MOST_UNKNOWN = 128
+"""Bytes read at once from a connection that has not shown what it is."""
 _SPARE_DESCRIPTORS = 32
 
 
 class _Connected:
-    """A client and its socket."""
+    """A connection.
 
-    __slots__ = ("client", "is_full", "origin", "socket")
+    Attributes:
+        store: which of the two it uses; None as long as it has not shown that.
+        client: what that one knows it by; None likewise.
+        gate: where it proves the key, if it does.
+        is_full: it takes no more replies at present, and is not read meanwhile.
+    """
 
-    def __init__(self, client: Client, origin: str, connected: socket) -> None:
-        self.client = client
+    __slots__ = ("client", "gate", "is_full", "origin", "socket", "store")
+
+    def __init__(self, origin: str, connected: socket) -> None:
         self.origin = origin
         self.socket = connected
-        self.is_full = False  # it takes no more replies at present, and is not read meanwhile
+        self.store: Store | None = None
+        self.client: Client | None = None
+        self.gate: Gate | None = None
+        self.is_full = False
 
 
 class Server:
-    """Moves bytes between clients' connections and the store.
+    """Moves bytes between clients' connections and the stores.
 
     Args:
         listener: where they connect; it does not block.
         most: of as many connections at a time.
+        key: what clients of the closed store prove; empty if there is only the open one.
     """
 
-    def __init__(self, listener: socket, most: int) -> None:
-        self.store = Store(Room(MOST_STORED), Room(MOST_UNDER_WAY), self._close_client, _warn)
+    def __init__(self, listener: socket, most: int, key: bytes = b"") -> None:
+        stored = Room(MOST_OPEN_STORED if key else MOST_STORED)
+        under_way = Room(MOST_OPEN_UNDER_WAY if key else MOST_UNDER_WAY)
+        self.store = Store(stored, under_way, self._close_client, _warn, bool(key))
+        self.closed = Store(Room(MOST_STORED), Room(MOST_UNDER_WAY), self._close_client, _warn)
+        self.run = posix.urandom(RUN_BYTES // 2).hex().encode()
+        self._key = key
         self._listener = listener
         self._most = most
         self._events = select.epoll()
         self._events.register(listener.fileno(), select.EPOLLIN)
         self._connections: dict[int, _Connected] = {}
         self._numbers: dict[Client, int] = {}
+        self._unknown: dict[int, float] = {}  # until when each may show what it is, in this order
         self._by_origin: dict[str, dict[int, None]] = {}  # who was silent longest comes first
 
     def serve(self, keys: int, ends: "tuple[int, ...]") -> None:
@@ -95,7 +129,7 @@ class Server:
 
     def _serve_some(self, keys: int, ends: "tuple[int, ...]") -> bool:
         """Deals with what has happened; False at the end."""
-        for number, event in self._events.poll():
+        for number, event in self._events.poll(self._until_late()):
             if number in self._connections:
                 self._go_on(number, event)
             elif number == self._listener.fileno():
@@ -104,7 +138,18 @@ class Server:
                 self._take_key(keys)
             elif number in ends:
                 return False
+        self._close_late()
         return True
+
+    def _until_late(self) -> float:
+        """Seconds until the first must have shown what it is; -1 if there is none."""
+        until = next(iter(self._unknown.values()), None)
+        return -1 if until is None else max(0.0, until - monotonic()) + 0.001
+
+    def _close_late(self) -> None:
+        now = monotonic()
+        for number in [number for number, until in self._unknown.items() if until <= now]:
+            self._close(number)
 
     def _take_key(self, keys: int) -> None:
         key = posix.read(keys, KEY_BYTES)
@@ -126,62 +171,99 @@ class Server:
                 return
             family = AF_INET if len(address) == 2 else AF_INET6
             connected = socket(family, SOCK_STREAM, 0, number)
+            if len(self._connections) >= self._most:
+                connected.close()
+                return
             connected.setblocking(False)
-            connection = _Connected(self.store.opened(), address[0], connected)
+            connection = _Connected(address[0], connected)
             self._connections[number] = connection
-            self._numbers[connection.client] = number
             self._by_origin.setdefault(connection.origin, {})[number] = None
             self._events.register(number, select.EPOLLIN)
+            if self._key:
+                self._unknown[number] = monotonic() + SECONDS_TO_PROVE
+            else:
+                self._admit(number, connection, self.store)
+
+    def _admit(self, number: int, connection: _Connected, store: Store) -> None:
+        """Has a connection use a store from now on."""
+        self._unknown.pop(number, None)
+        connection.store, connection.client = store, store.opened()
+        connection.gate = None
+        self._numbers[connection.client] = number
+        if store is self.closed:
+            self._forget_origin(number, connection)
 
     def _go_on(self, number: int, event: int) -> None:
         connection = self._connections[number]
-        same_origin = self._by_origin[connection.origin]
-        same_origin[number] = same_origin.pop(number)
+        same_origin = self._by_origin.get(connection.origin, {})
+        if number in same_origin:
+            same_origin[number] = same_origin.pop(number)
         try:
             if connection.is_full and not event & select.EPOLLOUT:
                 raise RefusedError  # it was closed
             if connection.is_full:
                 self._send(number, connection)
             else:
-                self._receive(connection)
+                self._receive(number, connection)
         except BlockingIOError:
             pass
-        except (OSError, RefusedError):
+        except (OSError, RefusedError, NotProvenError):
             self._close(number)
         self._send_replies()
 
-    def _receive(self, connection: _Connected) -> None:
-        data = connection.socket.recv(CHUNK)
+    def _receive(self, number: int, connection: _Connected) -> None:
+        data = connection.socket.recv(CHUNK if connection.store else _MOST_UNKNOWN)
         if not data:
             raise RefusedError
-        self.store.receive(connection.client, data)
+        if connection.store is None:
+            data = self._let_in(number, connection, data)
+        if connection.store is not None and connection.client is not None:
+            connection.store.receive(connection.client, data)
+
+    def _let_in(self, number: int, connection: _Connected, data: bytes) -> bytes:
+        """Finds out which store a connection may use; returns what it sent to that."""
+        if connection.gate is None and data[:1] != HELLO[:1]:
+            self._admit(number, connection, self.store)
+            return data
+        if connection.gate is None:
+            connection.gate = Gate(self._key, self.run, posix.urandom(NONCE_BYTES))
+        gate = connection.gate
+        reply = gate.receive(data)
+        if reply and connection.socket.send(reply) != len(reply):
+            raise NotProvenError
+        if gate.is_open:
+            self._admit(number, connection, self.closed)
+        return gate.left
 
     def _send_replies(self) -> None:
-        while self.store.replied:
-            number = self._numbers[self.store.replied.pop()]
-            try:
-                self._send(number, self._connections[number])
-            except (OSError, RefusedError):
-                self._close(number)
+        for store in (self.store, self.closed):
+            while store.replied:
+                number = self._numbers[store.replied.pop()]
+                try:
+                    self._send(number, self._connections[number])
+                except (OSError, RefusedError):
+                    self._close(number)
 
     def _send(self, number: int, connection: _Connected) -> None:
         """Sends what it takes; once that is all, goes on with what it has sent meanwhile."""
-        client = connection.client
+        store, client = connection.store, connection.client
+        if store is None or client is None:
+            raise RefusedError
         try:
             size = connection.socket.send(client.replies)
         except BlockingIOError:
             size = 0
-        self.store.sent(client, size)
+        store.sent(client, size)
         if connection.is_full != bool(client.replies):
             connection.is_full = bool(client.replies)
             wanted = select.EPOLLOUT if connection.is_full else select.EPOLLIN
             self._events.modify(number, wanted)
         if not connection.is_full:
-            self.store.receive(client, b"")
+            store.receive(client, b"")
 
     def _close_idle(self) -> None:
-        """Closes the connection that was silent longest, of the origin that has most."""
-        if self._connections:
+        """Closes a stranger's connection: that silent longest, of the origin that has most."""
+        if self._by_origin:
             most = max(map(len, self._by_origin.values()))
             busiest = next(each for each in self._by_origin.values() if len(each) == most)
             self._close(next(iter(busiest)))
@@ -191,12 +273,18 @@ class Server:
 
     def _close(self, number: int) -> None:
         connection = self._connections.pop(number)
-        same_origin = self._by_origin[connection.origin]
-        del same_origin[number], self._numbers[connection.client]
-        if not same_origin:
-            del self._by_origin[connection.origin]
+        self._unknown.pop(number, None)
+        self._forget_origin(number, connection)
         connection.socket.close()
-        self.store.closed(connection.client)
+        if connection.store is not None and connection.client is not None:
+            del self._numbers[connection.client]
+            connection.store.closed(connection.client)
+
+    def _forget_origin(self, number: int, connection: _Connected) -> None:
+        same_origin = self._by_origin.get(connection.origin, {})
+        same_origin.pop(number, None)
+        if not same_origin:
+            self._by_origin.pop(connection.origin, None)
 
 
 def _warn(text: str) -> None:
@@ -218,14 +306,16 @@ def main(listener: int, keys: int, life: int, line: int) -> None:
 
     Args:
         listener: a listening socket.
-        keys: see :meth:`Server.serve`.
+        keys: the first message there is what clients prove, or one byte if they need not; for
+            the others see :meth:`Server.serve`.
         life: can be read when the host's process has ended.
         line: a connection to torch's server in the host's process, which ends with that.
     """
     listening = socket(fileno=listener)
     listening.setblocking(False)
     most = min(MOST_CONNECTIONS, _descriptors() - _SPARE_DESCRIPTORS)
-    Server(listening, most).serve(keys, (life, line))
+    first = posix.read(keys, KEY_BYTES)
+    Server(listening, most, first if len(first) == KEY_BYTES else b"").serve(keys, (life, line))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ HEAD_BYTES = len(VERSION) + MARK_DIGITS + CODE_DIGITS + len(END_OF_HEAD)
 KEY_BYTES = 32
 
 MOST_STORED = MOST_UNDER_WAY = 64 << 20
+MOST_OPEN_STORED = MOST_OPEN_UNDER_WAY = 16 << 20
+"""The same for the open part of a store that also has a closed one."""
+HAS_CLOSED_PART = b"/tensorwire/closed-part"
+"""A key that is there, in the open part of a store, if it has a closed one as well."""
 MOST_VALUE = 8 << 20
 """Bytes of one key or value; torch's servers take as much."""
 CHUNK = 1 << 18
@@ -92,6 +96,7 @@ class Store:
         under_way: how many bytes of requests and replies it may hold.
         close: is told of a client that must be closed for others.
         warn: is told in words that the store is full.
+        is_part: there is a closed part beside this one.
 
     Attributes:
         clients: all that are open.
@@ -104,7 +109,9 @@ class Store:
         under_way: Room,
         close: "Callable[[Client], object]",
         warn: "Callable[[str], object]",
+        is_part: bool = False,
     ) -> None:
+        self._is_part = is_part
         self.clients: set[Client] = set()
         self.replied: set[Client] = set()
         self._stored = stored
@@ -356,6 +363,8 @@ class Store:
     # --- Values
 
     def _is_there(self, key: bytes) -> bool:
+        if self._is_part and key == HAS_CLOSED_PART:
+            return True
         return key in self._values or key in self._queues
 
     def _count(self, key: bytes, amount: int) -> int:

@@ -1,5 +1,8 @@
 """A client of the group's store, or of torch's ``TCPStore``, with deadlines that hold.
 
+Given the group's key, it speaks to the closed part of a store of ours (``store_gate``) or to
+nobody. Given a job, it sees only what was written for that job: all names of keys begin with it.
+
 torch's own client looks up the name of the address that it connects to, which takes
 seconds where the resolver is slow; it cannot be interrupted; and it prints C++ stack traces
 when the server is gone. This one speaks the same protocol, on one connection, and says in the
@@ -12,8 +15,11 @@ A key is sent as torch's clients send it, with a slash in front, so both see the
 from __future__ import annotations
 
 import enum
+import hashlib
+import hmac
 import logging
 import math
+import os
 import select
 import socket
 import struct
@@ -24,8 +30,12 @@ from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
 from torch._C._distributed_c10d import Store
+
+from rpc.group.store_gate import NONCE_BYTES, PROOF_BYTES, RUN_BYTES, Knock, NotProvenError
+from rpc.group.store_values import HAS_CLOSED_PART
 
 T = TypeVar("T")
 
@@ -38,6 +48,7 @@ _NUMBER: Final = struct.Struct("<q")
 _LONGEST_REPLY: Final = 1 << 26
 _MOST_TRIES: Final = 5
 _NO_RUN: Final = b"0" * 16
+_SECONDS_TO_PROVE: Final = 5.0
 _PIPELINE: Final = 64
 """Requests that are sent before their replies are read: few enough to fit into the sockets."""
 SECONDS_OF_SILENCE: Final = 5.0
@@ -90,6 +101,14 @@ class StoreLostError(ConnectionError):
     """The store's host is gone, or does not answer."""
 
 
+class NoClosedPartError(StoreLostError):
+    """There is a store, but nobody there has the group's key."""
+
+
+class AnotherKeyError(StoreLostError):
+    """There is a store, and its host was given another key than this process."""
+
+
 class _ClosedError(StoreLostError):
     """The store closed the connection."""
 
@@ -102,7 +121,31 @@ class _Connection:
         self._where = where
         self._socket = connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def greet(self) -> None:
+        """Begins to speak as torch's clients do."""
         self.send(_HELLO.pack(_Request.HELLO, _MAGIC))
+
+    def prove(self, key: bytes) -> bytes:
+        """Proves the key, and has the store prove it; returns the store's run.
+
+        Raises:
+            AnotherKeyError: one of the two cannot.
+        """
+        side = Knock(key, os.urandom(NONCE_BYTES))
+        self.deadline = min(self.deadline, time.monotonic() + _SECONDS_TO_PROVE)
+        self.send(side.hello())
+        try:
+            self.send(side.answer(self.receive(NONCE_BYTES)))
+            run = side.check(self.receive(RUN_BYTES + PROOF_BYTES))
+        except (NotProvenError, _ClosedError, ConnectionResetError, BrokenPipeError):
+            raise AnotherKeyError(
+                f"the workers disagree about group_key: the store at {self._where} was given "
+                "another one than this process, or refused it; give every worker of the group "
+                "the same"
+            ) from None
+        self.greet()
+        return run
 
     def send(self, data: bytes) -> None:
         self._socket.settimeout(self._left())
@@ -195,14 +238,23 @@ class TcpStoreClient(Store):
         host: name or address of the server's host.
         port: of the server.
         timeout: seconds that one request may take.
+        group_key: it speaks to the closed part of a store, which proves this key, or to
+            nobody. Default to the open part, or to torch's.
+        job: the id of a job, of whose keys alone it sees and writes. Default to those of none.
 
     Attributes:
+        prefix: what the names of all keys begin with in the store.
         until: the monotonic time at which the request under way fails at the latest.
         server: kept alive as long as this, if this process hosts the store.
     """
 
-    def __init__(self, host: str, port: int, timeout: float) -> None:
+    def __init__(
+        self, host: str, port: int, timeout: float, group_key: bytes = b"", job: str = ""
+    ) -> None:
         super().__init__()
+        self._key = connection_key(group_key) if group_key else b""
+        self._run = b""
+        self.prefix = f"/job/{quote(job, safe='')}" if job else ""
         self.until = math.inf
         self.server: object = None
         self._host = host
@@ -213,8 +265,16 @@ class TcpStoreClient(Store):
 
     @property
     def run(self) -> bytes:
-        """Says which store this is, among all that were ever hosted there; 16 bytes."""
-        return _NO_RUN
+        """Says which store this is, among all that were ever hosted there; 16 bytes.
+
+        The same for all stores that have no closed part.
+
+        Raises:
+            OSError: it is not known yet, and the store does not answer.
+        """
+        if self._key and not self._run:
+            self.connect()
+        return self._run or _NO_RUN
 
     @property
     def host(self) -> str:
@@ -234,32 +294,43 @@ class TcpStoreClient(Store):
         """Connects, if it is not connected.
 
         Raises:
+            NoClosedPartError: a group key was given, and the store there has no closed part.
+            AnotherKeyError: it has another one.
             OSError: nobody listens there, or nothing answers; says what the kernel says.
         """
         with self._lock:
             self._connected()
 
+    def has_closed_part(self) -> bool:
+        """True if the store has a part that only who proves its key may use."""
+        request = bytes([_Request.CHECK]) + _LENGTH.pack(1) + _bytes(HAS_CLOSED_PART)
+        return self._ask(request, lambda connection: connection.receive(1)[0] == _READY)
+
+    def _request(self, kind: _Request, *keys: str, counted: bool = False) -> bytes:
+        count = _LENGTH.pack(len(keys)) if counted else b""
+        return bytes([kind]) + count + b"".join(_bytes(f"{self.prefix}/{key}") for key in keys)
+
     # --- Requests, by torch's names
 
     def set(self, key: str, value: str | bytes) -> None:
         """Puts a value under a key; returns when it is there."""
-        request = _request(_Request.SET, key) + _bytes(value)
+        request = self._request(_Request.SET, key) + _bytes(value)
         self._ask(request + _PING, lambda connection: connection.receive(len(_NONCE)))
 
     def get(self, key: str) -> bytes:
         """The value under a key, which is waited for."""
         self.wait([key], timedelta(seconds=min(self._seconds, threading.TIMEOUT_MAX)))
-        return self._ask(_request(_Request.GET, key), _Connection.value)
+        return self._ask(self._request(_Request.GET, key), _Connection.value)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter and returns what it is then."""
-        request = _request(_Request.ADD, key) + _NUMBER.pack(amount)
+        request = self._request(_Request.ADD, key) + _NUMBER.pack(amount)
         with self._lock:
             return self._ask_once(request, _Connection.number)
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if there are values under all these keys."""
-        request = _request(_Request.CHECK, *keys, counted=True)
+        request = self._request(_Request.CHECK, *keys, counted=True)
         return self._ask(request, lambda connection: connection.receive(1)[0] == _READY)
 
     def compare_set(
@@ -276,7 +347,7 @@ class TcpStoreClient(Store):
         for start in range(0, len(changes), _PIPELINE):
             some = changes[start : start + _PIPELINE]
             request = b"".join(
-                _request(_Request.COMPARE_SET, key) + _bytes(expected) + _bytes(desired)
+                self._request(_Request.COMPARE_SET, key) + _bytes(expected) + _bytes(desired)
                 for key, expected, desired in some
             )
             results += self._ask(request, partial(_Connection.values, count=len(some)))
@@ -284,17 +355,22 @@ class TcpStoreClient(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values under several keys, which must be there."""
-        request = _request(_Request.MULTI_GET, *keys, counted=True)
+        request = self._request(_Request.MULTI_GET, *keys, counted=True)
         return self._ask(request, partial(_Connection.values, count=len(keys)))
 
     def delete_key(self, key: str) -> bool:
         """Deletes a key; True if it was there."""
         with self._lock:
-            return self._ask_once(_request(_Request.DELETE, key), _Connection.number) == 1
+            return self._ask_once(self._request(_Request.DELETE, key), _Connection.number) == 1
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Puts values under several keys, one after the other."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
 
     def num_keys(self) -> int:
         """The number of keys there are."""
-        return self._ask(_request(_Request.NUMBER_OF_KEYS), _Connection.number)
+        return self._ask(self._request(_Request.NUMBER_OF_KEYS), _Connection.number)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Returns when there are values under all these keys.
@@ -308,7 +384,7 @@ class TcpStoreClient(Store):
             StoreLostError: the store is gone, or does not even say so.
         """
         seconds = self._seconds if timeout is None else timeout.total_seconds()
-        request = _request(_Request.WAIT, *keys, counted=True)
+        request = self._request(_Request.WAIT, *keys, counted=True)
         if not self._ask(request, lambda connection: _wait(connection, seconds), seconds):
             raise TimeoutError(f"{list(keys)} were not there within {seconds:g} s")
 
@@ -342,13 +418,44 @@ class TcpStoreClient(Store):
             self._connection.close()
             self._connection = None
         if self._connection is None:
-            left = min(max(0.001, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            place: Any = (plain_host(self._host), self._port)  # the stubs know of no bytes here
-            connected = socket.create_connection(place, left)
-            where = f"{self._host}:{self._port}"
-            self._connection = _Connection(connected, where, deadline)
+            self._connection = self._open(deadline)
         self._connection.deadline = deadline
         return self._connection
+
+    def _open(self, deadline: float) -> _Connection:
+        if not self._key:
+            connection = self._dial(deadline)
+            connection.greet()
+            return connection
+        if not self._run:
+            self._find_closed_part(deadline)
+        connection = self._dial(deadline)
+        run = connection.prove(self._key)
+        if run != (self._run or run):
+            raise StoreLostError(
+                f"the store at {self._host}:{self._port} is another one than before: the first "
+                "ended, and what it held is lost"
+            )
+        self._run = run
+        return connection
+
+    def _find_closed_part(self, deadline: float) -> None:
+        asked = self._dial(deadline)
+        try:
+            asked.greet()
+            asked.send(bytes([_Request.CHECK]) + _LENGTH.pack(1) + _bytes(HAS_CLOSED_PART))
+            if asked.receive(1)[0] != _READY:
+                raise NoClosedPartError(
+                    f"the store at {self._host}:{self._port} asks nobody for a group_key"
+                )
+        finally:
+            asked.close()
+
+    def _dial(self, deadline: float) -> _Connection:
+        left = min(max(0.001, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+        place: Any = (plain_host(self._host), self._port)  # the stubs know of no bytes here
+        connected = socket.create_connection(place, left)
+        return _Connection(connected, f"{self._host}:{self._port}", deadline)
 
 
 def _wait(connection: _Connection, seconds: float) -> bool:
@@ -367,6 +474,6 @@ def _bytes(value: str | bytes) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def _request(kind: _Request, *keys: str, counted: bool = False) -> bytes:
-    count = _LENGTH.pack(len(keys)) if counted else b""
-    return bytes([kind]) + count + b"".join(_bytes(f"/{key}") for key in keys)
+def connection_key(group_key: bytes) -> bytes:
+    """The key that clients and hosts of a group's store prove to each other."""
+    return hmac.digest(group_key, b"tensorwire store connection", hashlib.sha256)

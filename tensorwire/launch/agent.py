@@ -16,11 +16,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -36,7 +36,17 @@ from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
-from rpc.extend import StoreServer, address_on_the_way_to, host_store, prompt_signals
+from rpc.errors import BringUpError, RpcError
+from rpc.extend import (
+    KeyValueStore,
+    StoreClient,
+    StoreServer,
+    WaitLog,
+    address_on_the_way_to,
+    host_store,
+    key_values,
+    prompt_signals,
+)
 from tensorwire.launch.board import Board
 from tensorwire.launch.endpoint import is_loopback
 from tensorwire.launch.flags import Shown, Streams
@@ -51,15 +61,16 @@ from tensorwire.launch.processes import (
     module_program,
     not_started,
 )
-from tensorwire.launch.rendezvous import TensorWireRendezvous
+from tensorwire.launch.rendezvous import NAMESPACE, TensorWireRendezvous
 from tensorwire.launch.report import ProgressLine, describe_end, describe_exit, describe_plan
-from tensorwire.launch.roles import Role
+from tensorwire.launch.roles import Role, digest
 from tensorwire.launch.seats import Left, Met
 from tensorwire.launch.silence import Silence
 from tensorwire.launch.steward import Effect, Ended, HostStore, Kill, Start, Steward, Stop
 from tensorwire.launch.variables import (
     JobFacts,
     LocalPlace,
+    group_url,
     inherited_variables,
     visible_device,
     worker_variables,
@@ -75,7 +86,7 @@ _READ_SECONDS = 60.0
 
 _JOB = ""
 """Stands for the job, where roles have stores of their own."""
-_MEETING = "rpcrun/meeting"
+_MEETING = "meeting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +128,10 @@ class RoleAgent(SimpleElasticAgent):
         output: what becomes of what the workers write. Default the terminal shows all of it.
         start_method: how processes of functions begin: spawn, fork or forkserver.
         shutdown_timeout: seconds from asking a worker to end to killing it. Default 30.
-        group_key: the key of the workers' group; empty for none.
+        group_key: the key of the workers' group. Default the rendezvous', if it has one.
         key_file: a file with that key, which is deleted if this agent is killed.
+        program: the job's program and its arguments as the user gave them; agents that were
+            told others do not work together. Default the spec's.
 
     Example::
 
@@ -142,16 +155,18 @@ class RoleAgent(SimpleElasticAgent):
         shutdown_timeout: float = 30,
         group_key: bytes = b"",
         key_file: str = "",
+        program: Sequence[str] = (),
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=0)
         given = tuple(roles) or (Role(spec.role, spec.local_world_size),)
         self._roles = tuple(_with_restarts(role, spec.max_restarts) for role in given)
         self._spare, self._min_nodes, self._grace = spare, min_nodes, float(shutdown_timeout)
         self._start_method, self._output = start_method, output or Output()
-        self._group_key, self._key_file = group_key, key_file
         self._handler = spec.rdzv_handler
         if isinstance(self._handler, TensorWireRendezvous):
-            self._handler.trust(group_key)
+            group_key = self._handler.group_key
+        self._group_key, self._key_file = group_key, key_file
+        self._program_digest = digest(*(program or _words_of(spec)))
         self._processes: dict[int, WorkerProcess] = {}
         self._local_ranks: dict[int, int] = {}
         self._workers: dict[int, Worker] = {}
@@ -181,32 +196,19 @@ class RoleAgent(SimpleElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Takes part in the plan; which seats this agent has, it learns from there."""
-        handler = self._handler
+        """Which seats this agent has, it learns from the plan."""
         offers = tuple((role.name, role.count) for role in self._roles)
+        handler = self._handler
         hosts = isinstance(handler, TensorWireRendezvous) and handler.is_hosting
         self._node = Node(
             str(group_rank), group_rank, socket.gethostname(), offers, self._spare, hosts=hosts
         )
-        patience = _JOIN_SECONDS
-        if isinstance(handler, TensorWireRendezvous):
-            store = handler.job_store
-            patience = handler.join_seconds
-            self._silence = Silence(handler.silence_seconds)
-        self._board = Board(store, self._min_nodes)
-        self._steward = Steward(self._node, self._roles, self._grace, patience)
-        self._has_left = False
         self._workers.clear()
         return []
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Does the first round; every start is recorded where it happens."""
-        host, port = self._meeting(worker_group)
-        run_id = self._handler.get_run_id()
-        handler = self._handler
-        most = handler.max_nodes if isinstance(handler, TensorWireRendezvous) else 0
-        self._facts = JobFacts(run_id, host, port, most)
-        self._members: GroupMembers | None = None
+        self._meet(worker_group)
         if self._guardian is None:
             self._guardian = Guardian()
             if self._key_file:
@@ -226,17 +228,47 @@ class RoleAgent(SimpleElasticAgent):
         self._round()
         return {}
 
-    def _meeting(self, worker_group: WorkerGroup) -> tuple[str, int]:
-        """The address of the workers' store; under a rendezvous that has none, the first node's."""
+    def _meet(self, worker_group: WorkerGroup) -> None:
+        """Finds the job's store, and takes part in the plan that lies there."""
+        handler, rank = self._handler, worker_group.group_rank or 0
         host, port = worker_group.master_addr or "", int(worker_group.master_port or 0)
-        if self._handler.use_agent_store:
-            return host, port
-        shared: Any = worker_group.store
-        group_rank: Any = worker_group.group_rank
-        if group_rank == 0 and _JOB not in self._stores:
-            self._stores[_JOB] = self._hosted_store(host)
-            shared.set(_MEETING, str(self._stores[_JOB].port))
-        return host, int(shared.get(_MEETING))
+        patience = _JOIN_SECONDS
+        if isinstance(handler, TensorWireRendezvous):
+            patience = handler.join_seconds
+            self._silence = Silence(handler.silence_seconds)
+            store, values, url = handler.job_store, handler.values, handler.group_url
+        else:
+            store, url = self._store_beside(worker_group, rank, host, port)
+            values = key_values(store, self._group_key, NAMESPACE)
+            port = port if handler.use_agent_store else store.port
+        most = handler.max_nodes if isinstance(handler, TensorWireRendezvous) else 0
+        self._facts = JobFacts(handler.get_run_id(), host, port, url, most)
+        author = f"rpcrun on {self._node.host}"
+        self._members = GroupMembers(store, self._group_key, author)
+        self._board = Board(values, self._min_nodes)
+        self._steward = Steward(
+            self._node, self._roles, self._grace, patience, self._program_digest
+        )
+        self._has_left = False
+
+    def _store_beside(
+        self, worker_group: WorkerGroup, rank: int, host: str, port: int
+    ) -> tuple[StoreClient, str]:
+        """The job's store, and its URL, under a rendezvous that is not ours.
+
+        Without a key it is the rendezvous' own, if workers may use that. Otherwise the first
+        agent hosts one, and only its address, signed, lies in the other.
+        """
+        job = self._handler.get_run_id()
+        if not self._handler.use_agent_store or self._group_key:
+            shared: Any = worker_group.store
+            notes = key_values(shared, self._group_key, NAMESPACE)
+            if rank == 0:
+                self._stores[_JOB] = host_store(host, 0, self._group_key)
+                notes.set(_MEETING, str(self._stores[_JOB].port).encode())
+            port = _wait_for_port(notes)
+        client = StoreClient(host, port, _READ_SECONDS, self._group_key, job)
+        return client, group_url(host, port, job)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Does a round; says how the job is."""
@@ -269,7 +301,7 @@ class RoleAgent(SimpleElasticAgent):
         try:
             self._end_all(death_sig, self._grace)
             if not self._has_left:
-                with contextlib.suppress(RuntimeError):  # the store may be what was lost
+                with contextlib.suppress(RpcError):  # the store may be what was lost
                     self._leave()
         finally:
             self._let_go()
@@ -291,7 +323,7 @@ class RoleAgent(SimpleElasticAgent):
         ]
         plan = self._board.put(events)
         for member in orphans:
-            self._group().strike_off(member, "its agent gives no sign of life")
+            self._members.strike_off(member, "its agent gives no sign of life")
         for event in events:
             if isinstance(event, Left):
                 _logger.warning("agent %s gives no sign of life; it is struck out", event.node)
@@ -334,7 +366,7 @@ class RoleAgent(SimpleElasticAgent):
             _logger.log(level, "%s (process %d) %s", name, process.id, how)
         if failure is not None and not end.stopped:
             self._failures[process.seat.id] = failure
-        self._group().ended(name, process.id, f"its process {how}")
+        self._members.ended(name, process.id, f"its process {how}")
 
     def _silent(self, plan: Plan) -> list[str]:
         """The nodes that give no sign of life."""
@@ -351,21 +383,11 @@ class RoleAgent(SimpleElasticAgent):
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = now
             processes = [(each.seat.name, each.id) for each in self._processes.values()]
-            self._declared = list(self._group().lost(processes))
+            self._declared = list(self._members.lost(processes))
         return self._declared
 
     def _listed(self, names: Iterable[str]) -> list[Any]:
-        return self._group().find(names)
-
-    def _group(self) -> GroupMembers:
-        if self._members is None:
-            if isinstance(self._handler, TensorWireRendezvous):
-                store: TCPStore = self._handler.tcp_store
-            else:
-                store = TCPStore(self._facts.host, self._facts.port)
-            author = f"rpcrun on {self._node.host}"
-            self._members = GroupMembers(store, self._group_key, author)
-        return self._members
+        return self._members.find(names)
 
     # --- Effects
 
@@ -384,13 +406,12 @@ class RoleAgent(SimpleElasticAgent):
             self._host_store(effect)
 
     def _start(self, seat: Seat, plan: Plan) -> None:
-        role = plan.role(seat.role).role
         local = self._local_place(seat, plan)
         if seat.life > 1:
             _logger.warning("%s starts again, as life %d", seat.name, seat.life)
         try:
-            self._group().begins(seat.name, seat.life)
-            process = self._process(seat, role, local, plan)
+            self._members.begins(seat.name, seat.life)
+            process = self._process(seat, local, plan)
         except Exception as error:
             _logger.exception("%s could not be started", seat.name)
             self._not_started.append(not_started(seat, error))
@@ -399,14 +420,23 @@ class RoleAgent(SimpleElasticAgent):
         self._tell_guardian(f"run {process.id}")
         self._note_start(seat, process, local)
 
-    def _process(self, seat: Seat, role: Role, local: LocalPlace, plan: Plan) -> WorkerProcess:
+    def _process(self, seat: Seat, local: LocalPlace, plan: Plan) -> WorkerProcess:
         assert self._logs is not None
         variables = self._variables(seat, local, plan)
         logs = self._logs.of(seat, local.rank)
         prefix = self._logs.prefix(seat, local.rank)
-        process = WorkerProcess(seat, self._program(role, local), variables, logs, prefix)
+        process = WorkerProcess(
+            seat, self._program(self._own_role(seat.role), local), variables, logs, prefix
+        )
         process.tails += self._logs.filtering(seat, local.rank, logs)
         return process
+
+    def _own_role(self, name: str) -> Role:
+        """A role as this agent's own command line describes it: no plan says what to run."""
+        found = next((role for role in self._roles if role.name == name), None)
+        if found is None:
+            raise ValueError(f"this agent was not told what workers of role {name!r} run")
+        return found
 
     def _program(self, role: Role, local: LocalPlace) -> Program:
         spec = self._worker_group.spec
@@ -456,14 +486,9 @@ class RoleAgent(SimpleElasticAgent):
 
     def _host_store(self, effect: HostStore) -> None:
         host = "127.0.0.1" if is_loopback(self._facts.host) else self._own_address()
-        store = self._hosted_store(host)
+        store = host_store(host, 0)
         self._stores[effect.role] = store  # the last attempt's ends here
         self._board.put([Met(effect.role, effect.attempt, f"{host}:{store.port}")])
-
-    def _hosted_store(self, host: str) -> StoreServer:
-        store = host_store(host, 0)
-        store.trust(self._group_key)
-        return store
 
     def _own_address(self) -> str:
         """This machine's address on the way to the store's."""
@@ -489,7 +514,7 @@ class RoleAgent(SimpleElasticAgent):
                 result = process.poll()
                 if result is not None:
                     del self._processes[seat_id]
-                    with contextlib.suppress(RuntimeError):
+                    with contextlib.suppress(RpcError):
                         self._note_end(process, *result)
             time.sleep(_SECONDS_BETWEEN_POLLS)
 
@@ -497,12 +522,12 @@ class RoleAgent(SimpleElasticAgent):
         """Leaves a job that is over; the agent that hosts the store is the last."""
         handler = self._handler
         if isinstance(handler, TensorWireRendezvous):
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RpcError):
                 if plan.phase.is_over:
                     handler.set_closed()
                 if handler.is_hosting:
                     self._wait_for_others(plan)
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RpcError):
             self._leave()
 
     def _wait_for_others(self, plan: Plan) -> None:
@@ -540,3 +565,30 @@ class RoleAgent(SimpleElasticAgent):
 
 def _with_restarts(role: Role, default: int) -> Role:
     return role if role.max_restarts is not None else replace(role, max_restarts=default)
+
+
+def _words_of(spec: WorkerSpec) -> list[str]:
+    """The program and its arguments, as far as they are text or numbers."""
+    entrypoint: Any = spec.entrypoint
+    name = entrypoint if isinstance(entrypoint, str) else getattr(entrypoint, "__qualname__", "")
+    return [name, *(str(each) for each in spec.args if isinstance(each, str | int | float))]
+
+
+def _wait_for_port(notes: KeyValueStore) -> int:
+    """The port of the job's store, as the first agent says.
+
+    Raises:
+        BringUpError: it does not.
+    """
+    deadline = time.monotonic() + _JOIN_SECONDS
+    log = WaitLog(time.monotonic(), (1.0, 5.0), 10.0)
+    while (found := notes.get(_MEETING)) is None:
+        now = time.monotonic()
+        if now > deadline:
+            raise BringUpError(
+                f"the first agent did not say within {_JOIN_SECONDS:g} s where the job's store is"
+            )
+        if log.is_due(now):
+            _logger.warning("the first agent has not said yet where the job's store is")
+        time.sleep(_SECONDS_BETWEEN_POLLS)
+    return int(found)

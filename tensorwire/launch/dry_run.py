@@ -34,8 +34,9 @@ def _roles(command: Command) -> Iterator[str]:
     roles = command.roles
     node = Node(_NODE, 0, "", tuple((role.name, role.count) for role in roles))
     plan = apply(Plan(1), [Joined(node, roles)])
+    by_name = {role.name: role for role in roles}
     for seat in plan.seats:
-        yield _seat(command, seat, plan.role(seat.role).role)
+        yield _seat(command, seat, by_name[seat.role])
     if command.arguments.spare:
         yield f"room for {command.arguments.spare} workers of an agent that dies"
 

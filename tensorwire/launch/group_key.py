@@ -6,9 +6,11 @@ never on a command line, in the value of a variable, in the store or in a log.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 from rpc.extend import KEY_FILE, read_group_key
 
 _BYTES = 32
+_MOST_NAMES = 100
 
 
 class GroupKeyError(ValueError):
@@ -70,21 +73,54 @@ def choose_key(file: str | None, job: str, is_here_alone: bool, is_insecure: boo
 
 
 def _key_of_machine(job: str) -> GroupKey:
-    """A file of mode 0600, made by the first agent of a job that looks for it."""
-    memory = os.environ.get("XDG_RUNTIME_DIR")
-    is_usable = memory is not None and os.access(memory, os.W_OK)
-    folder = memory if memory and is_usable else tempfile.gettempdir()
+    """A file of mode 0600, made by the first agent of a job that looks for it.
+
+    Where everybody may make files, somebody else may have made one of that name: such a one is
+    passed over, by all agents alike.
+    """
     digest = hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()[:16]
-    path = os.path.join(folder, f"rpcrun_key_{digest}")
+    folder = _own_folder() or tempfile.gettempdir()
     made, whole = tempfile.mkstemp(prefix="rpcrun_key_", dir=folder)
     try:
         with os.fdopen(made, "w") as file:
             file.write(secrets.token_hex(_BYTES))
-        os.link(whole, path)  # fails if another agent was faster
-    except FileExistsError:
-        key = GroupKey(path, False)
-        key.read()  # which refuses one that is not this user's own
-        return key
+        for number in range(_MOST_NAMES):
+            path = os.path.join(folder, f"rpcrun_key_{digest}" + (f"_{number}" if number else ""))
+            try:
+                os.link(whole, path)  # fails if another agent was faster
+                return GroupKey(path, True)
+            except FileExistsError:
+                if _is_own(path):
+                    key = GroupKey(path, False)
+                    key.read()
+                    return key
     finally:
         os.unlink(whole)
-    return GroupKey(path, True)
+    raise GroupKeyError(
+        f"{_MOST_NAMES} files in {folder} have the names that the job's key would have, and are "
+        "another user's. Set XDG_RUNTIME_DIR to a folder of your own, or give --group-key-file"
+    )
+
+
+def _own_folder() -> str | None:
+    """A folder in which only this user can make files."""
+    memory, home = os.environ.get("XDG_RUNTIME_DIR"), os.path.expanduser("~")
+    for parent, name in ((memory, ""), (home if os.path.isabs(home) else None, ".cache")):
+        if not parent:
+            continue
+        path = os.path.join(parent, name)
+        with contextlib.suppress(OSError):
+            os.makedirs(path, 0o700, exist_ok=True)
+            status = os.stat(path)
+            is_shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if status.st_uid == os.geteuid() and not is_shared and os.access(path, os.W_OK):
+                return path
+    return None
+
+
+def _is_own(path: str) -> bool:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:  # its job has just ended; the next name will do
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()

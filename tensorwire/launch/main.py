@@ -7,6 +7,7 @@ Without roles it hands everything to torch's own launcher. Exit codes: 0 if the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -32,15 +33,17 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from rpc.errors import RpcError
 from rpc.extend import KEY_FILE, prompt_signals
 from tensorwire import dropin
 from tensorwire.launch.agent import Output, RoleAgent
+from tensorwire.launch.board import BoardError
 from tensorwire.launch.dry_run import describe_start
 from tensorwire.launch.endpoint import EndpointError, is_loopback
 from tensorwire.launch.flags import Command, FlagError, Streams, parse
 from tensorwire.launch.group_key import GroupKey, GroupKeyError, choose_key
 from tensorwire.launch.job_file import JobFileError
-from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler, plain
+from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler
 from tensorwire.launch.report import describe_dismissal, describe_failure
 from tensorwire.launch.roles import RoleError, Share
 
@@ -159,11 +162,14 @@ def _launch(command: Command, key: GroupKey) -> int:
     except _NO_RENDEZVOUS as error:
         print(f"rpcrun: {error}", file=sys.stderr)
         return 1
-    except DistError as error:
+    except (BoardError, RoleError) as error:
+        print(f"rpcrun: {error}", file=sys.stderr)
+        return 1
+    except (DistError, RpcError, ConnectionError) as error:
         where = command.arguments.rdzv_endpoint
         print(
             f"rpcrun: the store of the rendezvous at {where} was lost, and with it the job: is "
-            f"the agent there gone? ({plain(error)})",
+            f"the agent there gone? ({str(error).partition('Exception raised')[0].strip()})",
             file=sys.stderr,
         )
         return 1
@@ -187,8 +193,11 @@ def _config(command: Command) -> tuple[LaunchConfig, Any, list[Any]]:
     if command.roles and int(said.nproc_per_node) > 1:
         os.environ.setdefault(_THREADS, "1")  # torchrun does so, too, and warns of it at length
     config, program, arguments = torchrun.config_from_args(said)
+    specs: Any = config.logs_specs
+    if command.roles and said.log_dir is None:
+        with contextlib.suppress(OSError):
+            os.rmdir(specs.root_log_dir)  # torch has made it for itself; our logs have their own
     if not command.roles:
-        specs: Any = config.logs_specs
         specs._redirects, specs._tee = _of_torch(command.redirects), _of_torch(command.tee)
         specs._local_ranks_filter = set(command.shown.ranks) or None
     return config, program, arguments
@@ -225,6 +234,14 @@ def _run_roles(
             raise ChildFailedError(said.training_script, result.failures)
         raise JobFailedError(f"{said.training_script} failed")
     agent.delete_temporary_logs()
+
+
+def _program_as_told(command: Command) -> list[str]:
+    """The program and its arguments; where its file lies may differ from machine to machine."""
+    said = command.arguments
+    name = said.training_script if said.module else os.path.basename(said.training_script)
+    how = "module" if said.module else "command" if said.no_python else "file"
+    return [how, name, *said.training_script_args]
 
 
 def _agent(
@@ -274,6 +291,6 @@ def _agent(
         output=output,
         start_method=config.start_method,
         shutdown_timeout=getattr(config, "shutdown_timeout", None) or 30,
-        group_key=key.read(),
+        program=_program_as_told(command),
         key_file=key.path if key.is_ours else "",
     )

@@ -6,6 +6,9 @@ is a *life* of it.
 
 All agents share one plan. It lies in the store of the rendezvous as JSON, and only whole
 plans take each other's place (``board.py``). What happens to it is decided in ``seats.py``.
+
+No plan says what a worker runs: that each agent knows from its own command line. A plan holds
+digests of it, so that agents which were told differently refuse to work together.
 """
 
 from __future__ import annotations
@@ -82,7 +85,7 @@ class Node:
         number: counts those that ever came.
         host: for people.
         offers: how many workers of which role it has room for, by role.
-        spare: room for workers of an agent that died, of any role.
+        spare: room for workers of an agent that died, of any role that this one knows.
         place: its group rank: the lowest number that no other agent had as it joined.
         hosts: it hosts the store, so the job ends with it.
         is_late: it joined a job that had begun without it.
@@ -152,7 +155,8 @@ class RoleState:
     """A role, and what is known of it as a whole.
 
     Args:
-        role: as described.
+        role: as described, without what its workers run.
+        runs: digest of that.
         attempt: how often it was formed.
         gathers: all of it is to stop, and then begin again.
         members: numbers of the seats of the latest attempt.
@@ -161,6 +165,7 @@ class RoleState:
     """
 
     role: Role
+    runs: str = ""
     attempt: int = 0
     gathers: bool = False
     members: tuple[int, ...] = ()
@@ -218,6 +223,7 @@ class Plan:
         restarts: failures that started the whole job again.
         failure: why it failed, if it did.
         dismissals: the latest agents that were taken out of the job.
+        program: digest of the job's program and its arguments; empty before the first agent.
     """
 
     min_nodes: int
@@ -229,6 +235,7 @@ class Plan:
     restarts: Restarts = Restarts()
     failure: Failure | None = None
     dismissals: tuple[Dismissal, ...] = ()
+    program: str = ""
 
     def node(self, node_id: str) -> Node | None:
         """An agent that takes part; None if it does not."""
@@ -283,7 +290,7 @@ class Plan:
         """
         try:
             return _plan(json.loads(text))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"the store holds something else than a plan of this version: {error!r}"
             ) from error
@@ -328,6 +335,8 @@ def _role_state(fields: dict[str, Any]) -> RoleState:
             "arguments": tuple(says["arguments"]),
         }
     )
+    if role != role.policy:
+        raise ValueError("a plan says what a role runs, which is not for it to say")
     members, restarts = tuple(fields["members"]), Restarts(**fields["restarts"])
     return RoleState(**{**fields, "role": role, "members": members, "restarts": restarts})
 

@@ -2,12 +2,17 @@
 
 Owns the store that the agents share, the number of each, and the signs of life that they
 give. Torch knows it by an entry point of this package, so ``torchrun --rdzv-backend
-tensorwire`` has it, too. Its options (``--rdzv-conf``) are torch's own: ``is_host``,
-``join_timeout``, ``read_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``.
+tensorwire`` has it, too. Its options (``--rdzv-conf``) are torch's own (``is_host``,
+``join_timeout``, ``read_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``) and
+``key_file``, the file with the job's key.
+
+With a key nobody else can read or write anything here (``rpc.group.store_gate``), and all values
+are signed. Torch's agent is given a client of ours, as torch's own cannot prove a key; workers'
+``MASTER_ADDR`` names a store of torch's, in which nothing of ours lies.
 
 Keys, apart for each job: ``nodes`` counts those that ever came, ``beat/N`` the signs of life
-of node N, ``gone/N`` says that it left, ``closed`` that nobody may come any more, and
-``first`` how many began together.
+of node N, ``gone/N`` says that it left, ``closed`` that nobody may come any more, ``first`` how
+many began together, ``torchs`` where torch's store is.
 """
 
 from __future__ import annotations
@@ -19,11 +24,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from datetime import timedelta
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistNetworkError
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -36,18 +39,25 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from rpc.errors import BringUpError
+from rpc.errors import BringUpError, RpcError
 from rpc.extend import (
+    KEY_FILE,
+    KeyValueStore,
+    StoreClient,
     StoreServer,
     WaitLog,
+    address_on_the_way_to,
     describe_addresses,
     host_addresses,
     host_store,
+    key_values,
     outward_address,
+    read_group_key,
     resolve_host,
 )
 from tensorwire.launch.endpoint import Host, Place, find_place, is_loopback
 from tensorwire.launch.silence import Silence
+from tensorwire.launch.variables import group_url
 
 _logger = logging.getLogger("rpcrun")
 
@@ -55,7 +65,8 @@ BACKEND = "tensorwire"
 DEFAULT_PORT = 29400
 LOOPBACK = "127.0.0.1"
 
-_PREFIX = "tensorwire-rdzv"
+NAMESPACE = "rpcrun"
+"""Under which the launcher's values lie in the job's store."""
 _BARRIER = "torchelastic/agent/terminal_state/num_members"
 """The key by which torch counts arrivals at the end of a job."""
 
@@ -68,6 +79,8 @@ _SECONDS_BETWEEN_TRIES = 0.2
 _LONGEST_ATTEMPT = 2.0
 _TOLD_AT, _TOLD_EVERY = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0), 10.0
 _SECONDS_TO_STOP = 5.0
+_SECONDS_FOR_HOST = 1.0
+"""For the agent that hosts the endpoint, if it is one of this job's, to say so."""
 
 
 def create_handler(params: RendezvousParameters) -> TensorWireRendezvous:
@@ -78,11 +91,6 @@ def create_handler(params: RendezvousParameters) -> TensorWireRendezvous:
 def entry_point() -> object:
     """Answers torch's registry: returns the function that makes handlers."""
     return create_handler
-
-
-def plain(error: Exception) -> str:
-    """The text of an error of torch's store, without where in C++ it arose."""
-    return str(error).partition("Exception raised")[0].strip()
 
 
 class TensorWireRendezvous(RendezvousHandler):
@@ -109,13 +117,18 @@ class TensorWireRendezvous(RendezvousHandler):
         self._is_host = params.get_as_bool("is_host")
         self._local_addr = params.local_addr
         self._server: StoreServer | None = None
-        self._tcp = self._open()
-        self._store: Store = PrefixStore(f"{_PREFIX}/{self._run_id}", self._tcp)
+        self._torchs: StoreServer | None = None
+        self.group_key = _read_key(params.get("key_file"))
+        self._store = self._open()
+        self._values = key_values(self._store, self.group_key, NAMESPACE)
+        if self.is_hosting:
+            self._values.compare_and_set("torchs", None, f"{self._host} {self._port}".encode())
+            self._warn_if_exposed()
         self._number: int | None = None
         self._first = 0
         self._beat: _Beat | None = None
 
-    def _open(self) -> TCPStore:
+    def _open(self) -> StoreClient:
         """Hosts the store, or waits for who does."""
         began = time.monotonic()
         log = WaitLog(began, _TOLD_AT, _TOLD_EVERY)
@@ -127,7 +140,7 @@ class TensorWireRendezvous(RendezvousHandler):
                 return store
             problem = self._unreachable(place)
             if not problem:
-                return self._connect(self._port, self._read_seconds)
+                return self._connect()
             now = time.monotonic()
             if now - began >= self._join_seconds:
                 raise RendezvousConnectionError(f"{problem}; waited {self._join_seconds} s")
@@ -147,11 +160,13 @@ class TensorWireRendezvous(RendezvousHandler):
         host = Host(mine, names, self._local_addr or outward_address(mine))
         return find_place(self._endpoint, resolved, host, self._min, self._is_host)
 
-    def _host_it(self) -> TCPStore | None:
+    def _host_it(self) -> StoreClient | None:
         """The store, hosted here; None if another process listens at its port."""
         try:
             server = host_store(
-                LOOPBACK if is_loopback(self._endpoint) else self._endpoint, self._port
+                LOOPBACK if is_loopback(self._endpoint) else self._endpoint,
+                self._port,
+                self.group_key,
             )
         except (OSError, BringUpError) as error:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE and not self._is_host:
@@ -160,8 +175,7 @@ class TensorWireRendezvous(RendezvousHandler):
                 f"the store of the rendezvous cannot be hosted at {self._endpoint}:{self._port}: "
                 f"{error}"
             ) from error
-        store = server.tcp_store()
-        store.set_timeout(timedelta(seconds=self._read_seconds))
+        store = server.client(self._read_seconds, self._run_id)
         self._server, self._port = server, server.port
         if self._host not in (self._endpoint, LOOPBACK):
             _logger.info(
@@ -186,26 +200,42 @@ class TensorWireRendezvous(RendezvousHandler):
             return f"another process of this host listens at {where}, and does not answer ({why})"
         return f"nobody hosts the store at {where} yet ({why}); this host's addresses are {mine}"
 
-    def _connect(self, port: int, seconds: float) -> TCPStore:
+    def _connect(self) -> StoreClient:
+        """Another connection to the store.
+
+        Raises:
+            RendezvousConnectionError: it was given another key, or is none of ours.
+        """
+        client = StoreClient(
+            self._host, self._port, self._read_seconds, self.group_key, self._run_id
+        )
         try:
-            store = TCPStore(self._host, port, timeout=timedelta(seconds=seconds))
-        except (DistNetworkError, RuntimeError) as error:
+            client.connect()
+            if not self.group_key and client.has_closed_part():
+                raise OSError("its jobs have a key, and this agent was given none")
+        except OSError as error:
             raise RendezvousConnectionError(
-                f"what listens at {self._host}:{port} is no store of a rendezvous, or does not "
-                f"answer; name another --rdzv-endpoint ({plain(error)})"
+                f"what listens at {self._host}:{self._port} is no store of a rendezvous of this "
+                f"job, or does not answer; name another --rdzv-endpoint, or give all agents the "
+                f"same key ({error})"
             ) from error
-        store.set_timeout(timedelta(seconds=self._read_seconds))
-        return store
+        return client
+
+    def _warn_if_exposed(self) -> None:
+        if not self.group_key and not is_loopback(self._endpoint):
+            _logger.warning(
+                "the store of the rendezvous at %s:%s asks nobody for a key: whoever reaches it "
+                "can end this job, or have agents and workers of his own take part in it. Make a "
+                "key (head -c 32 /dev/urandom | base64 > key; chmod 600 key) and give all agents "
+                "--rdzv-conf key_file=key, or rpcrun --group-key-file key",
+                self._endpoint,
+                self._port,
+            )
 
     # --- What RoleAgent uses beyond torch's interface
 
     @property
-    def tcp_store(self) -> TCPStore:
-        """The store, apart from this job's part of it."""
-        return self._tcp
-
-    @property
-    def job_store(self) -> Store:
+    def job_store(self) -> StoreClient:
         """This job's part of the store, which all of its agents share, however late they came."""
         return self._store
 
@@ -215,33 +245,28 @@ class TensorWireRendezvous(RendezvousHandler):
         return self._max
 
     @property
+    def values(self) -> KeyValueStore:
+        """The launcher's values there."""
+        return self._values
+
+    @property
+    def group_url(self) -> str:
+        """The URL at which the workers' group meets."""
+        return group_url(self._host, self._port, self._run_id)
+
+    @property
     def join_seconds(self) -> float:
         """The time to wait for other nodes."""
         return float(self._join_seconds)
-
-    @property
-    def port(self) -> int:
-        """The address at which the store listens."""
-        port: int = self._tcp.port
-        return port
 
     @property
     def is_hosting(self) -> bool:
         """True if this process hosts the store, which ends with it."""
         return self._server is not None
 
-    def trust(self, group_key: bytes) -> None:
-        """Has the store keep what members of a group write, if it is hosted here."""
-        if self._server is not None:
-            self._server.trust(group_key)
-
-    def open_again(self) -> TCPStore:
-        """Another connection to the store, for another thread."""
-        return self._connect(self.port, self._read_seconds)
-
     def beats(self, nodes: Iterable[int]) -> Mapping[int, int]:
         """Signs of life so far, by node."""
-        return {node: self._store.add(f"beat/{node}", 0) for node in nodes}
+        return {node: self._values.add(f"beat/{node}", 0) for node in nodes}
 
     # --- Torch's interface
 
@@ -260,11 +285,11 @@ class TensorWireRendezvous(RendezvousHandler):
 
     def is_closed(self) -> bool:
         """True if nobody may come any more."""
-        return bool(self._store.check(["closed"]))
+        return self._values.get("closed") is not None
 
     def set_closed(self) -> None:
         """Has nobody come any more."""
-        self._store.set("closed", "1")
+        self._values.set("closed", b"1")
 
     def num_nodes_waiting(self) -> int:
         """0, as those who come disturb nobody."""
@@ -286,8 +311,23 @@ class TensorWireRendezvous(RendezvousHandler):
             # Torch's way to number workers without the other agents.
             os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         size = max(self._first, self._number + 1)
-        meeting = RendezvousStoreInfo(self._host, self.port)
+        host, port = self._torchs_place()
+        meeting = RendezvousStoreInfo(host, port)
         return RendezvousInfo(self._control(is_late), self._number, size, meeting)
+
+    def _torchs_place(self) -> tuple[str, int]:
+        """Where torch's store is: at the endpoint, unless another job's agent hosts that."""
+        deadline = time.monotonic() + _SECONDS_FOR_HOST
+        while (found := self._values.get("torchs")) is None:
+            if time.monotonic() > deadline:
+                mine = address_on_the_way_to(self._host, self._port) or LOOPBACK
+                self._torchs = host_store(mine, 0)
+                told = f"{mine} {self._torchs.port}".encode()
+                found = self._values.compare_and_set("torchs", None, told) or told
+                break
+            time.sleep(_LOOK_SECONDS)
+        host, _, port = found.decode().rpartition(" ")
+        return host, int(port)
 
     def _control(self, is_late: bool) -> Store:
         if not is_late:
@@ -299,12 +339,9 @@ class TensorWireRendezvous(RendezvousHandler):
     def _enter(self) -> None:
         if self.is_closed():
             raise RendezvousClosedError(f"the job {self._run_id!r} is over")
-        self._number = self._store.add("nodes", 1) - 1
-        self._beat = _Beat(
-            PrefixStore(f"{_PREFIX}/{self._run_id}", self.open_again()),
-            f"beat/{self._number}",
-            self.beat_seconds,
-        )
+        self._number = self._values.add("nodes") - 1
+        values = key_values(self._connect(), self.group_key, NAMESPACE)
+        self._beat = _Beat(values, f"beat/{self._number}", self.beat_seconds)
         try:
             self._wait_for_others()
         except BaseException:
@@ -321,11 +358,13 @@ class TensorWireRendezvous(RendezvousHandler):
             if self._max <= sum(node < self._number for node in present):
                 if self.is_closed():
                     raise RendezvousGracefulExitError("the job ended while this node waited")
+                self._refuse_if_full(present, silence)
                 if log.is_due(time.monotonic()):
                     _logger.warning("%d agents are there; this one waits for room", self._max)
                 deadline = time.monotonic() + self._join_seconds
-            elif len(present) >= self._min or self._store.check(["first"]):
-                self._first = int(self._store.compare_set("first", "", str(len(present))))
+            elif len(present) >= self._min or self._values.get("first") is not None:
+                count = b"%d" % len(present)
+                self._first = int(self._values.compare_and_set("first", None, count) or count)
                 return
             elif time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
@@ -343,6 +382,18 @@ class TensorWireRendezvous(RendezvousHandler):
                 )
             time.sleep(_LOOK_SECONDS)
 
+    def _refuse_if_full(self, present: Sequence[int], silence: Silence) -> None:
+        """Raises if all agents of a job of a fixed size are there, and live.
+
+        Elastic jobs have room for one that waits until another dies.
+        """
+        others = [node for node in present if node != self._number]
+        if self._min == self._max and silence.has_heard(others):
+            raise RendezvousConnectionError(
+                f"the job {self._run_id!r} runs at {self._where()} with all of its {self._max} "
+                "agents: give this one another --rdzv-id, or end that one first"
+            )
+
     def _where(self) -> str:
         """The address of the store, and of the host if that is this one."""
         where = f"{self._endpoint}:{self._port}"
@@ -352,8 +403,8 @@ class TensorWireRendezvous(RendezvousHandler):
 
     def _present(self, silence: Silence) -> list[int]:
         """The nodes that came and are not gone."""
-        came = range(self._store.add("nodes", 0))
-        here = [node for node in came if not self._store.check([f"gone/{node}"])]
+        came = range(self._values.add("nodes", 0))
+        here = [node for node in came if self._values.get(f"gone/{node}") is None]
         silent = silence.hear(time.monotonic(), self.beats(here))
         return [node for node in here if node not in silent]
 
@@ -363,26 +414,26 @@ class TensorWireRendezvous(RendezvousHandler):
             self._beat.stop()
             self._beat = None
         if self._number is not None:
-            with contextlib.suppress(RuntimeError):  # the store may have ended first
-                self._store.set(f"gone/{self._number}", "1")
+            with contextlib.suppress(RpcError):  # the store may have ended first
+                self._values.set(f"gone/{self._number}", b"1")
         return True
 
 
 class _Beat:
     """Gives signs of life on a thread and a connection of its own."""
 
-    def __init__(self, store: Store, key: str, seconds: float) -> None:
-        self._store, self._key, self._seconds = store, key, seconds
+    def __init__(self, values: KeyValueStore, key: str, seconds: float) -> None:
+        self._values, self._key, self._seconds = values, key, seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rpcrun-beat", daemon=True)
-        self._store.add(key, 1)
+        self._values.add(key)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._over.wait(self._seconds):
             try:
-                self._store.add(self._key, 1)
-            except RuntimeError as error:
+                self._values.add(self._key)
+            except RpcError as error:
                 if not self._over.is_set():
                     _logger.error("the store of the rendezvous was lost: %s", error)
                 return
@@ -390,3 +441,14 @@ class _Beat:
     def stop(self) -> None:
         self._over.set()
         self._thread.join(_SECONDS_TO_STOP)
+
+
+def _read_key(file: str | None) -> bytes:
+    """The job's key, which the workers, too, find in that file, or where the environment says.
+
+    Raises:
+        ValueError: there is none in that file, or others may read it.
+    """
+    if file:
+        os.environ[KEY_FILE] = os.path.abspath(file)
+    return read_group_key(os.environ)

@@ -8,9 +8,11 @@ Decides what is acceptable and says what is wrong with the rest. Starts nothing.
 from __future__ import annotations
 
 import enum
+import hashlib
+import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,9 +79,24 @@ class Role:
             )
 
     @property
+    def policy(self) -> Role:
+        """The role without what its workers run, which no plan holds."""
+        return replace(self, module=None, arguments=())
+
+    @property
+    def runs(self) -> str:
+        """A digest of what its workers run in place of the job's program."""
+        return digest(self.module or "", *self.arguments)
+
+    @property
     def is_tied(self) -> bool:
         """True if the role is formed anew whenever a worker comes or goes."""
         return self.process_group or self.restart is Restart.JOB
+
+
+def digest(*words: str) -> str:
+    """Names some words, without telling them: other words have another digest."""
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32]
 
 
 def _check_name(name: str) -> None:

@@ -32,10 +32,17 @@ _DISMISSALS_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """An agent takes part from now on."""
+    """An agent takes part from now on.
+
+    Args:
+        node: the agent.
+        roles: those that it knows of.
+        program: digest of the job's program and its arguments, as the agent was told them.
+    """
 
     node: Node
     roles: tuple[Role, ...]
+    program: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,8 @@ def apply(plan: Plan, events: Iterable[Event]) -> Plan:
     """The plan after some events.
 
     Raises:
-        RoleError: an agent that joins describes a role otherwise than those that are there.
+        RoleError: an agent that joins was told another program than those that are there, or
+            describes a role otherwise.
     """
     for event in events:
         plan = settle(_HANDLERS[type(event)](plan, event))
@@ -113,21 +121,38 @@ def settle(plan: Plan) -> Plan:
 def _joined(plan: Plan, event: Joined) -> Plan:
     if plan.phase not in (Phase.GATHERING, Phase.RUNNING) or plan.node(event.node.id):
         return plan
+    if plan.program not in ("", event.program):
+        raise RoleError(
+            "the agents disagree about the job's program or its arguments: the command line on "
+            f"{event.node.host} names others than the first agent's; start all alike, or this as "
+            "a job of its own, with another --rdzv-id"
+        )
     states = plan.roles
     for role in event.roles:
-        known = next((state.role for state in states if state.role.name == role.name), None)
+        known = next((state for state in states if state.role.name == role.name), None)
         if known is None:
-            states = (*states, RoleState(role))
-        elif _policy(known) != _policy(role):
-            raise RoleError(
-                f"role {role.name!r}: the agents disagree about it; one was told {known}, and "
-                f"that on {event.node.host} {role}"
-            )
+            states = (*states, RoleState(role.policy, role.runs))
+        else:
+            _check_alike(known, role, event.node.host)
     taken = {node.place for node in plan.nodes}
     place = next(place for place in range(len(taken) + 1) if place not in taken)
     is_late = plan.phase is Phase.RUNNING
     node = replace(event.node, place=place, is_late=is_late, failures=())
-    return replace(plan, roles=states, nodes=(*plan.nodes, node))
+    nodes = (*plan.nodes, node)
+    return replace(plan, roles=states, nodes=nodes, program=event.program)
+
+
+def _check_alike(known: RoleState, role: Role, host: str) -> None:
+    if _policy(known.role) != _policy(role.policy):
+        raise RoleError(
+            f"role {role.name!r}: the agents disagree about it; one was told {known.role}, and "
+            f"that on {host} {role.policy}"
+        )
+    if known.runs != role.runs:
+        raise RoleError(
+            f"role {role.name!r}: the agents disagree about its module or its arguments: the "
+            f"command line on {host} names others than the first agent's"
+        )
 
 
 def _policy(role: Role) -> Role:
@@ -329,12 +354,17 @@ def _make_own_seats(plan: Plan, role: Role) -> Plan:
 
 
 def _hand_over(plan: Plan, seat: Seat) -> Plan:
-    """To the agent with room for this role that has the fewest of it, or else to a spare seat."""
+    """To the agent with room for this role that has the fewest of it, or else to a spare seat.
+
+    An agent that was not told of the role does not know what its workers run.
+    """
     role = plan.role(seat.role).role
     with_room = [
         node for node in plan.nodes if _held(plan, node, role.name) < _room(plan, node, role)
     ]
-    with_spare = [node for node in plan.nodes if _spare_left(plan, node) > 0]
+    with_spare = [
+        node for node in plan.nodes if node.offered(role.name) and _spare_left(plan, node) > 0
+    ]
     candidates = with_room or ([] if seat.needs_room else with_spare)
     if not candidates:
         return plan

@@ -6,7 +6,7 @@ clocks need not agree, and a node that slept itself gives the others that time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class Silence:
@@ -19,6 +19,7 @@ class Silence:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._heard: dict[int, tuple[int, float]] = {}
+        self._proven: set[int] = set()
         self._asked: float | None = None
 
     def hear(self, now: float, beats: Mapping[int, int]) -> set[int]:
@@ -29,7 +30,14 @@ class Silence:
         self._asked = now
         for node, count in beats.items():
             known, since = self._heard.get(node, (-1, now))
+            if node in self._heard and count != known:
+                self._proven.add(node)
             self._heard[node] = (count, now if count != known else since + asleep)
         for node in self._heard.keys() - beats.keys():
             del self._heard[node]
+        self._proven &= beats.keys()
         return {n for n, (_, since) in self._heard.items() if now - since >= self._seconds}
+
+    def has_heard(self, nodes: Iterable[int]) -> bool:
+        """True if each of these nodes gave a sign of life since it was first asked about."""
+        return self._proven.issuperset(nodes)

@@ -100,10 +100,18 @@ class Steward:
         roles: the roles that it knows of.
         grace: seconds from asking a process to end to killing it.
         patience: seconds for which the job may have fewer agents than it needs.
+        program: digest of the job's program and its arguments.
     """
 
-    def __init__(self, node: Node, roles: tuple[Role, ...], grace: float, patience: float) -> None:
-        self.node, self._roles = node, roles
+    def __init__(
+        self,
+        node: Node,
+        roles: tuple[Role, ...],
+        grace: float,
+        patience: float,
+        program: str = "",
+    ) -> None:
+        self.node, self._roles, self._program = node, roles, program
         self._grace, self._patience = grace, patience
         self._running: dict[int, _Running] = {}
         self._begun: dict[int, int] = {}
@@ -148,7 +156,7 @@ class Steward:
         events += self._scarcity(now, plan)
         is_over = plan.phase.is_over or plan.dismissal(me) is not None
         if plan.node(me) is None and not self._running and not is_over:
-            events.append(Joined(self.node, self._roles))
+            events.append(Joined(self.node, self._roles, self._program))
         return events
 
     def _exited(self, now: float, plan: Plan, ended: Ended) -> Event:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from rpc.extend import JobRole, JobRoles
 from tensorwire.launch.plan import Plan, Seat
@@ -18,14 +19,16 @@ class JobFacts:
 
     Args:
         run_id: of the job.
-        host: of the job's store.
-        port: of the job's store.
+        host: of torch's store, which ``init_process_group`` uses.
+        port: likewise.
+        group_url: where the workers' group meets.
         max_nodes: agents that there can be; 0 for those that there are.
     """
 
     run_id: str
     host: str
     port: int
+    group_url: str
     max_nodes: int = 0
 
 
@@ -72,7 +75,7 @@ def worker_variables(plan: Plan, seat: Seat, local: LocalPlace, facts: JobFacts)
         "RPC_WORKER_ID": str(seat.id),
         VARIABLE: _job_roles(plan, facts.max_nodes).encode(),
         "RPC_SERVICE": "1" if state.role.service else "0",
-        "RPC_INIT_METHOD": f"tcp://{_bracketed(facts.host)}:{facts.port}",
+        "RPC_INIT_METHOD": facts.group_url,
     }
 
 
@@ -89,8 +92,10 @@ def _job_roles(plan: Plan, max_nodes: int) -> JobRoles:
     return JobRoles(found)
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def group_url(host: str, port: int, job: str) -> str:
+    """The URL at which the workers of one job meet, in a store that may have several's."""
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"tcp://{bracketed}:{port}?job={quote(job, safe='')}"
 
 
 def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:

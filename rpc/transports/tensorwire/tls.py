@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -175,6 +176,7 @@ class Certificates:
             context.load_verify_locations(cafile=os.fspath(options.ca))
         except (OSError, ValueError) as error:
             raise BringUpError(f"ca={options.ca!s} cannot be used: {error}") from error
+        _refuse_exposed(options.private_key)
         try:
             context.load_cert_chain(
                 os.fspath(options.certificate), os.fspath(options.private_key), _no_password
@@ -197,6 +199,23 @@ class Certificates:
             ) from error
         if not is_for(names, self._worker):
             raise BringUpError(f"certificate={certificate!s}: {wrong_name(names, self._worker)}")
+
+
+def _refuse_exposed(private_key: str | os.PathLike[str]) -> None:
+    """Raises if others can read a private key.
+
+    A group may read one that is root's, as secrets of Kubernetes are.
+    """
+    try:
+        status = os.stat(private_key)
+    except OSError as error:
+        raise BringUpError(f"private_key={private_key!s} cannot be used: {error}") from error
+    allowed = 0o750 if status.st_uid == 0 != os.geteuid() else 0o700
+    if stat.S_IMODE(status.st_mode) & ~allowed & 0o777:
+        raise BringUpError(
+            f"private_key={private_key!s} has mode {stat.S_IMODE(status.st_mode):04o}, so that "
+            "others may read or change it; chmod 600 it"
+        )
 
 
 def _no_password() -> str:

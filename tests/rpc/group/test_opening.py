@@ -5,6 +5,8 @@ import socket
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch.distributed
@@ -12,6 +14,7 @@ from torch.distributed import TCPStore
 
 from rpc.errors import BringUpError
 from rpc.group import opening, rendezvous, store_host
+from rpc.group.member_list import MemberTable
 from rpc.group.opening import open_store
 from tests.free_ports import free_port
 from tests.rpc.stores import SECONDS, SOON, record, signed
@@ -264,3 +267,88 @@ def _launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in (defaults | variables).items():
         monkeypatch.setenv(name, value)
+
+
+class TestAStoreThatAsksForTheKey:
+    """With a group key, at a store of ours, at torch's in both orders, and at a launcher's."""
+
+    KEY = b"the key of the group that meets"
+
+    @pytest.fixture(autouse=True)
+    def _no_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+            monkeypatch.delenv(name, raising=False)
+
+    def meet(self, url: str) -> object:
+        """Two workers of a group meet; who has no key sees nothing of theirs."""
+        host, *_ = open_store(url, 0, 2, SOON, None, self.KEY)
+        guest, *_ = open_store(url, 1, 2, SOON, None, self.KEY)
+        signed(host, self.KEY).set("key", b"value")
+        assert signed(guest, self.KEY).get("key") == b"value"
+        split = urlsplit(url)
+        stranger = TCPStore(split.hostname or "", split.port or 0, None, False, SECONDS)
+        assert not stranger.check(["tensorwire/key"])
+        return host
+
+    def test_rpc_first_and_a_process_group_at_the_same_url_after_it(self) -> None:
+        url = f"tcp://127.0.0.1:{free_port()}"
+        host = self.meet(url)
+        torch.distributed.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+        torch.distributed.destroy_process_group()
+        del host
+
+    def test_a_process_group_first_and_rpc_after_it(self) -> None:
+        url = f"tcp://127.0.0.1:{free_port()}"
+        torch.distributed.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+        try:
+            self.meet(url)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    def test_at_the_store_of_a_launcher_that_is_torchs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = TCPStore("127.0.0.1", 0, None, True, SECONDS, wait_for_workers=False)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        before = store.num_keys()
+        self.meet(f"tcp://127.0.0.1:{store.port}")
+        assert store.num_keys() == before + 1, "nothing but where the group's own store is"
+
+    def test_where_the_group_meets_is_no_news_from_strangers_and_former_hosts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = TCPStore("127.0.0.1", 0, None, True, SECONDS, wait_for_workers=False)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        url = f"tcp://127.0.0.1:{store.port}"
+        first, *_ = open_store(url, 0, 2, SOON, None, self.KEY)
+        former = store.get("tensorwire/store")
+        del first
+        host, *_ = open_store(url, 0, 2, SOON, None, self.KEY)
+        now = store.get("tensorwire/store")
+        for told in (b"junk", b"\xff" * 100, former):
+            raw: Any = told
+            store.set("tensorwire/store", raw)
+            with pytest.raises(BringUpError, match="could not be opened within 1 s"):
+                open_store(url, 1, 2, 1.0, None, self.KEY)
+        raw = now
+        store.set("tensorwire/store", raw)
+        guest, *_ = open_store(url, 1, 2, SOON, None, self.KEY)
+        host.set("key", "value")
+        assert guest.get("key") == b"value"
+
+    @pytest.mark.parametrize("key", [b"", b"another key, which is no use"])
+    def test_a_worker_without_the_key_is_told_at_once(self, key: bytes) -> None:
+        url = f"tcp://127.0.0.1:{free_port()}"
+        host, *_ = open_store(url, 0, 2, SOON, None, self.KEY)
+        with pytest.raises(BringUpError, match="the workers disagree about group_key"):
+            open_store(url, 1, 2, SOON, None, key)
+        host.set("key", "value")
+
+    def test_jobs_at_one_store_see_nothing_of_each_other(self) -> None:
+        url = f"tcp://127.0.0.1:{free_port()}"
+        one, *_ = open_store(f"{url}?job=a", 0, None, SOON, None, self.KEY)
+        other, *_ = open_store(f"{url}?job=a%2Fb", 1, None, SOON, None, self.KEY)
+        for store in (one, other):
+            assert MemberTable(signed(store, self.KEY)).members() == []
+            MemberTable(signed(store, self.KEY)).join(record(0, None))
+        assert len(MemberTable(signed(one, self.KEY)).members()) == 1

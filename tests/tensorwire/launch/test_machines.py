@@ -60,7 +60,7 @@ def test_agents_meet_where_the_hosts_own_name_stands_for_its_loopback_interface(
     first = work.start(*command, machine=one)
     seen = [work.life(f"trainer:{number}").environment for number in range(2)]
     assert {each["RPC_INIT_METHOD"] for each in seen} == {
-        f"tcp://{host}:{PORT}" for host in (endpoint, one.address)
+        f"tcp://{host}:{PORT}?job=j" for host in (endpoint, one.address)
     }
     work.end()
     assert [first.wait(), second.wait()] == [0, 0]

@@ -119,14 +119,14 @@ def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed
     meets = ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "j", "--nnodes", "1:3")
     meets += ("--monitor-interval", "0.02", "--rdzv-conf", "keep_alive_interval=0.2")
     meets += ("--role", "trainer:1,max_restarts=0")
-    program = (LIGHT, str(work.folder))
+    program = (LIGHT, str(work.folder), "trainer:2#1=deaf")
     first = work.start(*meets, "--spare", "1", *program)
     work.life("trainer:0")
     second = work.start(*meets, *program)
     leaves = work.life("trainer:1")
     assert leaves.environment["GROUP_RANK"] == "1"
 
-    third = work.start(*meets, *program, "trainer:2#1=deaf")
+    third = work.start(*meets, *program)
     former = work.life("trainer:2")
     third.send(signal.SIGKILL)
     killed = time.monotonic()

@@ -16,7 +16,7 @@ from tensorwire.launch.variables import (
 )
 from tests.tensorwire.launch.plans import Job
 
-FACTS = JobFacts("job7", "head", 29400, 4)
+FACTS = JobFacts("job7", "head", 29400, "tcp://head:1?job=job7", 4)
 
 
 def of(job: Job, name: str) -> dict[str, str]:
@@ -48,7 +48,7 @@ def test_a_worker_knows_its_place_as_under_torchrun_and_its_seat() -> None:
         "RPC_WORKER_ID": "5",
         "RPC_ROLES": "ps=2/4,trainer=4/8",
         "RPC_SERVICE": "0",
-        "RPC_INIT_METHOD": "tcp://head:29400",
+        "RPC_INIT_METHOD": "tcp://head:1?job=job7",
     }
     assert of(job, "ps:1")["RPC_SERVICE"] == "1"
 
@@ -84,12 +84,12 @@ def test_members_of_a_process_group_count_each_other_only_and_meet_at_a_store_of
     assert counts == {"RANK": "1", "WORLD_SIZE": "2", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2"}
     assert (says["MASTER_ADDR"], says["MASTER_PORT"]) == ("host", "2")
     assert (says["RPC_WORKER_NAME"], says["RPC_WORKER_ID"]) == ("ddp:2", "5")
-    assert says["RPC_INIT_METHOD"] == "tcp://head:29400"
+    assert says["RPC_INIT_METHOD"] == "tcp://head:1?job=job7"
 
 
 def test_init_rpc_finds_the_seat() -> None:
     job = Job("ps:1,service", "trainer:2")
-    place = LaunchedPlace(Launcher.RPCRUN, "trainer:1", 2, None, "tcp://head:29400", 1)
+    place = LaunchedPlace(Launcher.RPCRUN, "trainer:1", 2, None, "tcp://head:1?job=job7", 1)
     assert find_place(of(job, "trainer:1")) == place
 
 

@@ -39,6 +39,7 @@ def write(
     certificate, key, trusted = (folder / f"worker.{end}" for end in ("pem", "key", "ca"))
     certificate.write_bytes(b"".join(each.bytes() for each in leaf.cert_chain_pems))
     key.write_bytes(leaf.private_key_pem.bytes())
+    key.chmod(0o600)
     trusted.write_bytes((ca or authority()).cert_pem.bytes())
     return TlsOptions(certificate=certificate, private_key=key, ca=trusted)
 

@@ -116,3 +116,11 @@ def test_a_certificate_that_cannot_be_read_any_more_stays_in_use(
     write(tmp_path, "w0")
     now = 120.0
     assert certificates.connecting() is not first
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660])
+def test_a_private_key_that_others_can_read_is_refused(mode: int, tmp_path: Path) -> None:
+    options = write(tmp_path, "w0")
+    Path(options.private_key).chmod(mode)
+    with pytest.raises(BringUpError, match=rf"worker\.key has mode {mode:04o}.*chmod 600 it"):
+        Certificates(options, "w0")
