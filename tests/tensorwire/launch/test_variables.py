@@ -66,7 +66,7 @@ def test_workers_are_told_how_many_of_each_role_there_can_be() -> None:
     job.join(2, of=(Role("trainer", 5, max_restarts=0),))
     assert of(job, "trainer:0")["RPC_ROLES"] == "ps=3/3,trainer=9/14"
     alone = worker_variables(
-        job.plan, job.seat("trainer:0"), LocalPlace(0, 2), JobFacts("j", "h", 1)
+        job.plan, job.seat("trainer:0"), LocalPlace(0, 2), JobFacts("j", "h", 1, "")
     )
     assert alone["RPC_ROLES"] == "ps=3/3,trainer=9/9"
 
