@@ -258,6 +258,7 @@ class ParameterServerCallback(TrainerCallback):
         values = [each.detach().clone() for each in parameters_of(local)]
         state = local.state_dict()
         pushing = ps.Pushing.BACKWARD if self.mode is Mode.BACKWARD else ps.Pushing.STEP
+        cluster.release(self._name)  # by the model of a Trainer before, which may be there still
         moved = kind.wrap(local, cluster, name=self._name, pushing=pushing)
         # A scheduler that was made for the local one looks there whether there was a step.
         local._opt_called = True  # type: ignore[attr-defined]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextvars
 import enum
+import gc
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -41,6 +44,7 @@ from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import PushKind
 from tensorwire.parameter_server.decisions.consistency import (
+    BSP,
     Consistency,
     staleness_of,
 )
@@ -48,7 +52,13 @@ from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.views import Server, Snapshot
 from tensorwire.parameter_server.declarations import spec as specs
 from tensorwire.parameter_server.declarations.arguments import instance, number
-from tensorwire.parameter_server.declarations.dense_spec import describe, require_step, spread_of
+from tensorwire.parameter_server.declarations.dense_spec import (
+    DenseSpec,
+    describe,
+    parameters_of,
+    require_step,
+    spread_of,
+)
 from tensorwire.parameter_server.declarations.initialisers import Constant, Initialiser
 from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.declarations.rules import Rule
@@ -143,7 +153,8 @@ class Cluster:
         self.meanwhile: Callable[[], object] | None = None
         self._account = Account()
         self._tables: dict[str, Table] = {}
-        self._dense: dict[str, DenseGroup] = {}
+        self._dense: WeakValueDictionary[str, DenseGroup] = WeakValueDictionary()
+        self._named: dict[str, list[weakref.ref[Tensor]]] = {}
         self.rows = RowFetcher(self)
 
     def __repr__(self) -> str:
@@ -188,10 +199,20 @@ class Cluster:
         spec = TableSpec(
             name, dim, optimizer, init or Constant(), admit, evict, precision, both_ways(wire)
         )
-        self._declare(name, spec, specs.encode(spec))
-        if name not in self._tables:
-            self._tables[name] = Table(self, spec, cache)
-        return self._tables[name]
+        return self.declared(spec, cache)
+
+    def declared(self, spec: TableSpec, cache: Cache | None) -> Table:
+        """As :meth:`table`, of what is said already."""
+        known = self._tables.get(spec.name)
+        before = None if known is None or known.cache is None else known.cache.rules
+        if known is not None and before != cache:
+            raise errors.DeclarationError(
+                f"{spec.name!r} was declared otherwise before: cache={before!r}, not {cache!r}"
+            )
+        self._declare(spec.name, spec, specs.encode(spec))
+        if known is None:
+            known = self._tables[spec.name] = Table(self, spec, cache)
+        return known
 
     def dense(self, name: str, optimizer: Optimizer) -> DenseGroup:
         """Declares the parameters of a constructed optimizer, which servers then keep and move.
@@ -204,20 +225,73 @@ class Cluster:
             optimizer: of any class but those that need a closure.
 
         Raises:
-            DeclarationError: there is a table or dense group of that name that is another.
+            DeclarationError: there is a table or dense group of that name that is another, or it
+                names other parameters of this trainer.
             ValueError: the optimizer needs a closure, or cannot step where servers keep its
                 parameters.
         """
+        return self.load_dense(self.declare_dense(name, optimizer), optimizer)
+
+    def declare_dense(self, name: str, optimizer: Optimizer) -> DenseSpec:
+        """The first half of :meth:`dense`: says what there will be, and moves nothing."""
         spec = describe(name, optimizer, spread_of(optimizer))
         require_step(spec)
+        self._require_free(name, parameters_of(optimizer))
         self._declare(name, spec, specs.encode(spec))
-        group = self._dense[name] = DenseGroup(self, spec, optimizer)
+        return spec
+
+    def load_dense(self, spec: DenseSpec, optimizer: Optimizer) -> DenseGroup:
+        """The second half: has servers begin with these values, or gets theirs."""
+        group = self._dense[spec.name] = DenseGroup(self, spec, optimizer)
+        self._named[spec.name] = [weakref.ref(each) for each in group.parameters]
         self._load(group)
         return group
+
+    def release(self, name: str) -> None:
+        """Frees the name of dense parameters for another model of this trainer, which then has
+        what servers keep under it.
+
+        Args:
+            name: of a dense group; nothing happens if there is none.
+        """
+        self._named.pop(name, None)
+
+    def _require_free(self, name: str, parameters: Sequence[Tensor]) -> None:
+        """Refuses to have two models of this trainer share the values of one.
+
+        Args:
+            name: of a dense group to be.
+            parameters: its parameters.
+
+        Raises:
+            DeclarationError: that is the name of other parameters, which are in use.
+        """
+        wanted = {id(each) for each in parameters}
+
+        def others() -> bool:
+            known = [each() for each in self._named.get(name, ())]
+            return any(each is not None and id(each) not in wanted for each in known)
+
+        if others():
+            gc.collect()  # a model that was let go of may be in a cycle
+            if others():
+                raise errors.DeclarationError(
+                    f"{name!r} names the dense parameters of another model of this trainer; give "
+                    "each model a name of its own, ps.Optimizer(..., name=...), or let go of the "
+                    f"other with cluster.release({name!r})"
+                )
+
+    @property
+    def _steps_together(self) -> bool:
+        """True if servers make one step of the pushes of several trainers."""
+        several = self.session.view.settings["trainers"] != 1  # 0 for as many as there are
+        return isinstance(self.consistency, BSP) and bool(several)
 
     def _declare(self, name: str, spec: Any, text: str) -> None:
         found = specs.decode(self.session.servers.ask_coordinator(orders.Announce(name, text)))
         differences = spec.differences(found)
+        if isinstance(spec, DenseSpec) and not differences and self._steps_together:
+            differences = spec.other_steps(found)
         if differences:
             raise errors.DeclarationError(
                 f"{name!r} was declared otherwise before: {'; '.join(differences)}"
@@ -311,6 +385,10 @@ class Cluster:
         if not isinstance(gradients, Mapping) or not all(isinstance(t, Table) for t in gradients):
             raise TypeError("push: gradients must be a dict from tables to ids and gradients, not "
                             f"{_kinds(gradients)}")  # fmt: skip
+        for table in gradients:
+            if table.cluster is not self:
+                raise ValueError(f"push: table {table.name!r} is of {table.cluster!r}, not of "
+                                 f"{self!r}")  # fmt: skip
         tables = {t.name: t.gradient_of(*given) for t, given in gradients.items()}
         self.exchange(Gradients(tables), None).wait()
 

@@ -195,11 +195,18 @@ class _Collection(Lookup):
         """The rows of each group, where the ids are, with a gradient of their own."""
         found = []
         device = batch.features[0].ids.device
+        trained = {
+            table.name: table.gradient
+            for number, table in enumerate(self.tables)
+            if getattr(self, f"rows_{number}").requires_grad
+        }
         for group, ids in zip(self._groups, batch.ids, strict=True):
             rows = to_device(group.tables[0].cluster.rows.fetch(ids), device)
             if torch.is_grad_enabled():
-                rows.requires_grad_()
-                watch([table.gradient for table in group.tables], ids, rows)
+                gradients = [trained.get(table.name) for table in group.tables]
+                if any(gradients):
+                    rows.requires_grad_()
+                    watch(gradients, ids, rows)
             found.append(rows)
         return found
 

@@ -11,13 +11,16 @@ from typing import Any, Final
 from rpc import extend
 from tensorwire.checkpoint import Checkpoint
 from tensorwire.parameter_server import errors
+from tensorwire.parameter_server.client.cache import Cache
 from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy
 from tensorwire.parameter_server.client.finding import lives_to_come, role_or_names
 from tensorwire.parameter_server.client.session import Session
+from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions import views
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
 from tensorwire.parameter_server.decisions.views import Snapshot, View
 from tensorwire.parameter_server.declarations.arguments import instance, number, whole
+from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.messaging.settings import Meeting, settings_of
 
 _NAME: Final = "default"
@@ -103,6 +106,23 @@ def connect(
         cluster = connected.clusters[name] = Cluster(session, nans)
     session.servers.spread()
     return cluster
+
+
+def unpickled(cluster: str, spec: TableSpec, cache: Cache | None) -> Table:
+    """The table that a pickle names, at the cluster of that name that this worker is connected to.
+
+    Raises:
+        ParameterServerError: this worker is not connected to it.
+    """
+    connected = extend.worker_state(_Connected, _Connected, _Connected.close)
+    with connected.lock:
+        found = connected.clusters.get(cluster)
+    if found is None or found.session.is_closed:
+        raise errors.ParameterServerError(
+            f"table {spec.name!r} of cluster {cluster!r} was pickled, which keeps no rows; call "
+            f"ps.connect(..., name={cluster!r}) before you load it"
+        )
+    return found.declared(spec, cache)
 
 
 def _meet(

@@ -78,6 +78,11 @@ class Lookup(nn.Module):
         """
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which share the tables; rows stay at the servers."""
+        left: dict[str, list[Any]] = {"_plans": [], "_batches": []}
+        return {name: left.get(name, value) for name, value in vars(self).items()}
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Saves nothing: rows are saved by ``cluster.snapshot``."""
 
@@ -145,7 +150,7 @@ class _Module(Lookup):
         """Rows, the place of each id among them, and the place of padding."""
         plan = self._take_plan(ids)
         rows = to_device(self.table.fetch(plan.unique), ids.device)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.rows.requires_grad:
             rows.requires_grad_()
             unique = TableIds((self.table.name,), (len(rows),), plan.unique)
             watch([self.table.gradient], unique, rows)

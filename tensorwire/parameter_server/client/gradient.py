@@ -1,22 +1,110 @@
 """The gradient of a table's rows, as torch knows gradients: the ``grad`` of one parameter.
 
 The parameter stands for those rows that were used since the last step. So clipping, scaling and
-``zero_grad`` do to rows what they do to any parameter. Rows of several tables that were fetched
-together have one gradient, of which each table's is a part.
+``zero_grad`` do to rows what they do to any parameter. The rows themselves are on the servers, so
+it refuses whatever would compute with them, such as an optimizer of torch's. Rows of several tables
+that were fetched together have one gradient, of which each table's is a part.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tensorwire.parameter_server.client.distinct import distinct
 from tensorwire.parameter_server.client.exchange import StepGradient
 from tensorwire.parameter_server.messaging.messages import TableIds
+
+_SEEN: Final = frozenset(
+    """
+    __get__ __set__ __len__ __repr__ __format__ __hash__ __dir__ __reduce_ex__ detach
+    requires_grad_ size dim ndimension numel nelement element_size stride storage_offset data_ptr
+    is_contiguous is_floating_point is_complex is_pinned is_shared is_inference get_device type
+    untyped_storage storage to cpu cuda float double half bfloat16 clone contiguous view reshape
+    flatten share_memory_ _is_view _has_compatible_shallow_copy_type
+    """.split()  # noqa: SIM905
+)
+"""Functions that only look at a parameter, or bring it elsewhere."""
+
+
+class StandIn(nn.Parameter):
+    """Stands for a table's rows among the parameters of a model; has no elements of its own.
+
+    Args:
+        gradient: of the rows; its ``grad`` is that of this parameter.
+        requires_grad: whether rows that are looked up get gradients.
+    """
+
+    gradient: RowGradient
+
+    def __new__(cls, gradient: RowGradient, requires_grad: bool = True) -> StandIn:
+        """No elements, but as many columns as the table."""
+        made = super().__new__(cls, torch.empty(0, gradient.dim), requires_grad)
+        made.gradient = gradient
+        return made
+
+    def __init__(self, gradient: RowGradient, requires_grad: bool = True) -> None:
+        """Everything is done by ``__new__``, as for any parameter."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """A row for each id that was used since the last step; None if there is none."""
+        return self.gradient.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.gradient.replace(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.gradient.replace(None)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """As for any tensor: called with gradients of rows as they come, and may replace them."""
+        return _hooked(self.gradient.hooks, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """As for any parameter: called with it when a gradient has been added."""
+        return _hooked(self.gradient.later_hooks, functools.partial(hook, self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+        """Stands for the same rows; is frozen by itself."""
+        made = memo[id(self)] = StandIn(self.gradient, self.requires_grad)
+        return made
+
+    def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        is_first = self is self.gradient.parameter
+        return _rows_of, (self.gradient.table, is_first, self.requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Refuses to compute with rows that are not here."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ in _SEEN:
+                return func(*args, **kwargs)
+            given = list(_rows_in((args, kwargs)))
+            for each in given:
+                if each.grad is not None and not func.__name__.startswith("is"):
+                    raise RuntimeError(each.gradient.only_servers_step(func.__name__))
+            result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.grad_fn is not None:
+            raise RuntimeError(given[0].gradient.not_here(func.__name__))
+        # State that an optimizer makes for these rows is not here either.
+        is_state = func.__name__.endswith("_like")
+        return StandIn(given[0].gradient, requires_grad=False) if is_state else result
 
 
 class RowGradient:
@@ -24,21 +112,29 @@ class RowGradient:
 
     Args:
         dim: columns of the table.
+        table: whose rows these are.
 
     Attributes:
-        parameter: its ``grad`` is the gradient, a row for each id. Its own values mean nothing.
+        parameter: stands for the rows in all modules on this table.
+        grad: the gradient, a row for each id; None if there is none.
         ids: of the rows.
         whole: the gradient of several tables that :attr:`part` is a part of; None if of none.
-        part: what ``parameter.grad`` is as long as nobody has put another in its place.
+        part: what :attr:`grad` is as long as nobody has put another in its place.
+        hooks: called with each gradient that comes.
+        later_hooks: called when one has been added.
     """
 
-    def __init__(self, dim: int) -> None:
-        self._no_rows = torch.empty(0, dim)
+    def __init__(self, dim: int, table: Any = None) -> None:
         self._no_ids = torch.empty(0, dtype=torch.int64)
-        self.parameter = nn.Parameter(self._no_rows)
+        self.dim = dim
+        self.table = table
+        self.grad: Tensor | None = None
         self.ids = self._no_ids
         self.whole: StepGradient | None = None
         self.part: Tensor | None = None
+        self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = OrderedDict()
+        self.later_hooks: dict[int, Callable[[], object]] = OrderedDict()
+        self.parameter = StandIn(self)
 
     def add(self, ids: Tensor, grad: Tensor) -> None:
         """Adds a gradient to what is there.
@@ -47,30 +143,50 @@ class RowGradient:
             ids: of the rows, all different.
             grad: a row for each id.
         """
-        before = self.parameter.grad
-        if before is not None:
-            ids, grad = _sum(self.ids, before, ids, grad)
-        self.set(ids, grad, _blank(grad), None)
+        if self.grad is not None:
+            ids, grad = _sum(self.ids, self.grad, ids, grad)
+        self.set(ids, grad, None)
 
-    def set(self, ids: Tensor, grad: Tensor, blank: Tensor, whole: StepGradient | None) -> None:
+    def set(self, ids: Tensor, grad: Tensor, whole: StepGradient | None) -> None:
         """Puts a gradient in the place of what is there.
 
         Args:
             ids: of the rows, all different.
             grad: a row for each id.
-            blank: of the same shape.
             whole: what ``grad`` is a part of; None if of nothing.
         """
-        self.ids, self.whole, self.part = ids, whole, grad
-        parameter = self.parameter
-        parameter.grad = None
-        parameter.data = blank
-        parameter.grad = grad
+        self.ids, self.grad = ids, grad
+        self.whole, self.part = whole, grad
+
+    def arrived(self, ids: Tensor, grad: Tensor, whole: StepGradient | None) -> None:
+        """Takes a gradient that a backward pass has computed, as :meth:`set` and :meth:`add` do."""
+        for hook in list(self.hooks.values()):
+            changed = hook(grad)
+            grad, whole = (grad, whole) if changed is None else (changed, None)
+        if self.grad is None:
+            self.set(ids, grad, whole)
+        else:
+            self.add(ids, grad)
+        for later in list(self.later_hooks.values()):
+            later()
+
+    def replace(self, grad: Tensor | None) -> None:
+        """Puts another gradient of the same rows in its place.
+
+        Raises:
+            RuntimeError: it is that of other rows.
+        """
+        wanted = (len(self.ids), self.dim)
+        if grad is not None and tuple(grad.shape) != wanted:
+            raise RuntimeError(
+                f"the gradient of {self._name}'s rows that were used has shape {wanted}, not "
+                f"{tuple(grad.shape)}"
+            )
+        self.grad = grad
 
     def peek(self) -> tuple[Tensor, Tensor] | None:
         """Returns the ids and their gradient; None if there is none."""
-        grad = self.parameter.grad
-        return None if grad is None else (self.ids, grad)
+        return None if self.grad is None else (self.ids, self.grad)
 
     def take(self) -> tuple[Tensor, Tensor] | None:
         """Returns the ids and their gradient and forgets both; None if there is none."""
@@ -80,9 +196,30 @@ class RowGradient:
 
     def clear(self) -> None:
         """Forgets the gradient."""
-        self.ids, self.whole, self.part = self._no_ids, None, None
-        self.parameter.grad = None
-        self.parameter.data = self._no_rows
+        self.ids, self.grad = self._no_ids, None
+        self.whole, self.part = None, None
+
+    # --- what is refused
+
+    @property
+    def _name(self) -> str:
+        return f"table {getattr(self.table, 'name', '')!r}"
+
+    def only_servers_step(self, operation: str) -> str:
+        """The sentence for whoever steps rows here."""
+        return (
+            f"{operation}: the rows of {self._name} are on its servers, and an optimizer of torch "
+            "alone cannot move them; make ps.Optimizer(cluster, model, ...), or move this one with "
+            "ps.Optimizer.wrap(optimizer, cluster, model)"
+        )
+
+    def not_here(self, operation: str) -> str:
+        """The sentence for whoever computes with rows here."""
+        return (
+            f"{operation}: the rows of {self._name} are on its servers, so nothing can be computed "
+            "of the parameter that stands for them; compute penalties of what the module returns, "
+            "or give the table's rule a weight_decay; leave the module's `rows` out"
+        )
 
 
 class HasGradient(Protocol):
@@ -92,11 +229,11 @@ class HasGradient(Protocol):
     gradient: RowGradient
 
 
-def watch(gradients: Sequence[RowGradient], ids: TableIds, rows: Tensor) -> None:
+def watch(gradients: Sequence[RowGradient | None], ids: TableIds, rows: Tensor) -> None:
     """Takes the gradient of some rows over as soon as ``backward`` has computed it.
 
     Args:
-        gradients: of each table.
+        gradients: of each table; None of those that are frozen.
         ids: of the rows.
         rows: a leaf that requires a gradient, with a row for each id.
     """
@@ -104,28 +241,17 @@ def watch(gradients: Sequence[RowGradient], ids: TableIds, rows: Tensor) -> None
     leaf.register_post_accumulate_grad_hook(functools.partial(_arrive, gradients, ids))
 
 
-def _arrive(gradients: Sequence[RowGradient], ids: TableIds, rows: Tensor) -> None:
+def _arrive(gradients: Sequence[RowGradient | None], ids: TableIds, rows: Tensor) -> None:
     grad, rows.grad = rows.grad, None
     assert grad is not None
-    whole = StepGradient(ids, grad)
+    whole = None if None in gradients else StepGradient(ids, grad)
     sizes = ids.sizes
     parts = zip(
-        gradients,
-        ids.ids.split_with_sizes(sizes),
-        grad.split_with_sizes(sizes),
-        _blank(grad).split_with_sizes(sizes),
-        strict=True,
+        gradients, ids.ids.split_with_sizes(sizes), grad.split_with_sizes(sizes), strict=True
     )
-    for gradient, own, part, blank in parts:
-        if gradient.parameter.grad is None:
-            gradient.set(own, part, blank, whole)
-        else:
-            gradient.add(own, part)
-
-
-def _blank(grad: Tensor) -> Tensor:
-    """A tensor of the same shape that takes no memory."""
-    return grad.new_zeros(1, 1).expand_as(grad)
+    for gradient, own, part in parts:
+        if gradient is not None:
+            gradient.arrived(own, part, whole)
 
 
 def gathered(tables: Iterable[HasGradient]) -> list[StepGradient]:
@@ -134,7 +260,7 @@ def gathered(tables: Iterable[HasGradient]) -> list[StepGradient]:
     parts: dict[int, list[HasGradient]] = {}
     for table in tables:
         gradient = table.gradient
-        grad = gradient.parameter.grad
+        grad = gradient.grad
         if grad is None:
             continue
         if gradient.whole is not None and grad is gradient.part:
@@ -149,9 +275,31 @@ def gathered(tables: Iterable[HasGradient]) -> list[StepGradient]:
 
 
 def _alone(table: HasGradient) -> StepGradient:
-    ids, grad = table.gradient.ids, table.gradient.parameter.grad
+    ids, grad = table.gradient.ids, table.gradient.grad
     assert grad is not None
     return StepGradient(TableIds((table.name,), (len(ids),), ids), grad)
+
+
+def _rows_of(table: Any, is_first: bool, requires_grad: bool) -> StandIn:
+    """What was pickled, in another process or later."""
+    found: StandIn = table.gradient.parameter
+    return found if is_first else StandIn(table.gradient, requires_grad)
+
+
+def _hooked(hooks: dict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _rows_in(value: Any) -> Iterator[StandIn]:
+    if isinstance(value, StandIn):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _rows_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _rows_in(each)
 
 
 def _sum(ids: Tensor, grad: Tensor, more: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tensorwire.parameter_server.client import scaling, stand_ins, table_groups
 from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.embedding import tables_of
 from tensorwire.parameter_server.client.exchange import Answer, Exchanging, Step, StepGradient
-from tensorwire.parameter_server.client.gradient import gathered
+from tensorwire.parameter_server.client.gradient import StandIn, gathered
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.declarations.arguments import instance
-from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.rows.device_memory import to_host
 
@@ -56,8 +55,8 @@ class Optimizer(torch.optim.Optimizer):
         hyper: arguments of ``dense``.
 
     Raises:
-        DeclarationError: another trainer has another model under this name.
-        ValueError: there is nothing to optimize.
+        DeclarationError: another model, here or at another trainer, has this name.
+        ValueError: there is nothing to optimize, or a table is of another cluster.
         TypeError: an argument is of a wrong kind, or ``dense`` does not take these arguments.
 
     Example::
@@ -65,7 +64,16 @@ class Optimizer(torch.optim.Optimizer):
         optimizer = ps.Optimizer(cluster, model, dense=torch.optim.Adam, lr=1e-3)
     """
 
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells ``GradScaler`` that :meth:`step` takes its scale out of gradients.
+
+        Raises:
+            ValueError: gradients leave before a scale could be taken out of them.
+        """
+        if self._pushing is Pushing.BACKWARD:
+            raise ValueError(scaling.NOT_WITH_BACKWARD)
+        return True
 
     def __init__(
         self,
@@ -88,9 +96,8 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"ps.Optimizer: {', '.join(hyper)} needs dense=, whose argument it is")
         found = [*_tables_of(model), *tables]
         _check(cluster, found)
-        stand_ins = {id(table.gradient.parameter) for table in found}
-        parameters = [] if model is None else [p for p in model.parameters() if p.requires_grad]
-        parameters = [each for each in parameters if id(each) not in stand_ins]
+        everything = [] if model is None else model.parameters()
+        parameters = [p for p in everything if p.requires_grad and not isinstance(p, StandIn)]
         local = dense(parameters, **hyper) if dense is not None and parameters else None
         self._begin(cluster, local, found, name, pushing)
 
@@ -111,7 +118,8 @@ class Optimizer(torch.optim.Optimizer):
         objects, so that schedulers made for ``optimizer`` go on working.
 
         Args:
-            optimizer: the optimizer; not to be used itself any more.
+            optimizer: the optimizer; not to be used itself any more. If it was given the
+                parameters of modules on tables, these are moved, too, by the tables' own rules.
             cluster: where its parameters and its state go.
             model: tables that its modules use are moved too. Default none.
             tables: further tables.
@@ -122,9 +130,10 @@ class Optimizer(torch.optim.Optimizer):
             What takes its place.
 
         Raises:
-            DeclarationError: another trainer has another optimizer under this name.
+            DeclarationError: another optimizer, here or at another trainer, has this name.
             TypeError: it is no optimizer.
-            ValueError: it needs a closure.
+            ValueError: it needs a closure; a table is of another cluster; or a parameter group is
+                for a table alone, and says otherwise than the table's rule.
 
         Example::
 
@@ -146,30 +155,38 @@ class Optimizer(torch.optim.Optimizer):
         instance("ps.Optimizer", "pushing", pushing, Pushing, "a ps.Pushing")
         instance("ps.Optimizer", "name", name, str, "a text")
         tables = list(tables)
+        if local is not None:
+            tables += stand_ins.tables_of(local)
         _check(cluster, tables)
         self.cluster = cluster
-        self.local = local
         self.tables = list(dict.fromkeys(tables))
         self.group: DenseGroup | None = None
         if local is None and not self.tables:
             raise ValueError("ps.Optimizer: the model has no tables, and no optimizer for others")
-        super().__init__([{"params": []}], {} if local is None else dict(local.defaults))
-        cluster.join()
         if local is not None:
-            self.group = cluster.dense(name, local)
-            local.state.clear()
+            stand_ins.remove(local)
+        has_dense = local is not None and any(group["params"] for group in local.param_groups)
+        self.local = local if has_dense else None
+        defaults = table_groups.defaults(self.tables) if local is None else dict(local.defaults)
+        super().__init__([{"params": []}], defaults)
+        spec = None if self.local is None else cluster.declare_dense(name, self.local)
+        cluster.join()
+        if self.local is not None and spec is not None:
+            self.group = cluster.load_dense(spec, self.local)
+            self.local.state.clear()
         self._table_names = [table.name for table in self.tables]
-        self._table_groups = [_group_of(table) for table in self.tables]
+        self._table_groups = [table_groups.group_of(table, self.defaults) for table in self.tables]
         self._rules = [
-            _Rule(table, group)
+            table_groups.GroupRule(table, group)
             for table, group in zip(self.tables, self._table_groups, strict=True)
         ]
         self._show_groups()
         self._pushing = pushing
         self._under_way: Exchanging | None = None
         if pushing is Pushing.BACKWARD and self.group is not None:
+            watch = scaling.Watch()
             for place, parameter in enumerate(self.group.parameters):
-                _on_gradient(parameter, partial(self._push_one, place))
+                _on_gradient(parameter, partial(self._push_one, place, watch))
 
     def _show_groups(self) -> None:
         dense = [] if self.local is None else self.local.param_groups
@@ -281,7 +298,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _gradients(self) -> Step:
         for rule in self._rules:
-            rule.follow()
+            if not rule.follow():
+                rule.table.gradient.clear()
         rows = [
             StepGradient(each.ids, to_host(each.grad.to(torch.float32)).contiguous())
             for each in gathered(self.tables)
@@ -292,9 +310,10 @@ class Optimizer(torch.optim.Optimizer):
             dense[self.group.name] = self.group.gradients()
         return Step(rows, dense)
 
-    def _push_one(self, place: int, parameter: Tensor) -> None:
+    def _push_one(self, place: int, watch: scaling.Watch, parameter: Tensor) -> None:
         """Pushes the gradient of one parameter, and frees it."""
         assert self.group is not None
+        watch.require_plain()
         self._upload_changes()
         grads: list[Tensor | None] = [None] * len(self.group.parameters)
         grads[place], parameter.grad = parameter.grad, None
@@ -403,35 +422,8 @@ def _check(cluster: Cluster, tables: Iterable[Table]) -> None:
     instance("ps.Optimizer", "cluster", cluster, Cluster, "a cluster of ps.connect()")
     for table in tables:
         instance("ps.Optimizer", "tables", table, Table, "a table of cluster.table()")
-
-
-def _group_of(table: Table) -> dict[str, Any]:
-    """A table as a parameter group: its rule's fields are the hyper-parameters."""
-    hyper = {each.name: getattr(table.rule, each.name) for each in fields(table.rule)}  # type: ignore[arg-type]
-    return {"params": [table.gradient.parameter], "table": table.name, **hyper}
-
-
-class _Rule:
-    """Keeps the rule of a table as its parameter group says.
-
-    Args:
-        table: the table.
-        group: its group, which schedulers change.
-    """
-
-    def __init__(self, table: Table, group: dict[str, Any]) -> None:
-        self._table = table
-        self._group = group
-        self._names = [each.name for each in fields(table.rule)]  # type: ignore[arg-type]
-        self._seen: list[Any] = []
-        self._made: Rule | None = None
-
-    def follow(self) -> None:
-        """The table gets a rule with the hyper-parameters that the group has now."""
-        values = [self._group[name] for name in self._names]
-        table = self._table
-        if values == self._seen and table.rule is self._made:
-            return
-        if any(getattr(table.rule, name) != self._group[name] for name in self._names):
-            table.rule = type(table.rule)(**dict(zip(self._names, values, strict=True)))
-        self._seen, self._made = values, table.rule
+        if table.cluster is not cluster:
+            raise ValueError(
+                f"ps.Optimizer: table {table.name!r} is of {table.cluster!r}, not of {cluster!r}; "
+                "each cluster needs an optimizer of its own, for its tables alone (tables=)"
+            )

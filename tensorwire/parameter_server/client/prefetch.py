@@ -45,7 +45,8 @@ def prefetch(loader: Iterable[Batch], *modules: nn.Module, ids: Ids) -> Iterator
     Raises:
         TypeError: the loader cannot be iterated over, a module is none, or ``ids`` is no
             function.
-        ValueError: no module is given or found, or ``ids`` leaves one out.
+        ValueError: no module is given or found, tables are of several clusters, or ``ids`` leaves
+            a module out.
 
     Example::
 
@@ -56,6 +57,7 @@ def prefetch(loader: Iterable[Batch], *modules: nn.Module, ids: Ids) -> Iterator
         raise TypeError(f"prefetch: ids={ids!r} is a {type(ids).__name__}, not a function")
     instance("prefetch", "loader", loader, Iterable, "an iterable of batches")
     wants = _wants(modules, ids)
+    wants.require_one_cluster()
     return _batches(loader, wants)
 
 
@@ -117,6 +119,16 @@ class _Wants:
         """Where the tables are."""
         found: Cluster = self._modules[0].tables[0].cluster
         return found
+
+    def require_one_cluster(self) -> None:
+        """Refuses tables of several clusters, whose rows cannot come in one message."""
+        every = [table.cluster for module in self._modules for table in module.tables]
+        clusters = {id(each): repr(each) for each in every}
+        if len(clusters) > 1:
+            raise ValueError(
+                f"prefetch: the modules' tables are of {len(clusters)} clusters, "
+                f"{', '.join(clusters.values())}; call ps.prefetch once for each of them"
+            )
 
     def look_later(self, batch: Any) -> None:
         """Has the next step look at a batch."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Table:
         kind: tables of the same kind are as wide, and travel and are kept at trainers alike.
         order: tables of one kind that move alike have the same.
         cache: the rows that this worker keeps; None if it keeps none.
+        ignored: hyper-parameters of a group that the rule cannot take over; each was told once.
         feedback: what packing has left out of gradients; None if it leaves nothing out.
     """
 
@@ -43,15 +45,26 @@ class Table:
         self.name = spec.name
         self.dim = spec.dim
         self.rule = spec.rule
-        self.gradient = RowGradient(spec.dim)
+        self.gradient = RowGradient(spec.dim, self)
         self.cache = None if cache is None else RowCache(cache, spec.dim)
         kind = spec.wire.push
         self.feedback = None if kind.is_exact else Feedback(kind, spec.dim)
         self.kind = (spec.dim, repr(spec.wire), cache is not None)
         self.order = repr(spec.rule)
+        self.ignored: set[str] = set()
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, dim={self.dim}, optimizer={self.rule!r})"
+
+    def __deepcopy__(self, memo: Any) -> Table:
+        """The same table: its rows are at the servers, and are not copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Table], tuple[Any, ...]]:
+        from tensorwire.parameter_server.client import connecting  # which knows tables
+
+        cache = None if self.cache is None else self.cache.rules
+        return connecting.unpickled, (self.cluster.name, self.spec, cache)
 
     @property
     def rule(self) -> Rule:

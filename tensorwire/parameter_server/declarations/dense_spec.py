@@ -111,6 +111,21 @@ class DenseSpec:
                 found.append(f"{what}={theirs!r}, not {mine!r}")
         return found
 
+    def other_steps(self, other: DenseSpec) -> list[str]:
+        """The hyper-parameters with which another declaration of this group would step otherwise.
+
+        Where a scheduler has set a learning rate, the one that it began with counts.
+        """
+        found = []
+        for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=False)):
+            is_scheduled = "initial_lr" in mine or "initial_lr" in theirs
+            for name in ("lr",) if is_scheduled else self.defaults:
+                one, two = (each.get("initial_lr" if name == "lr" else name, each.get(name))
+                            for each in (mine, theirs))  # fmt: skip
+                if repr(one) != repr(two):
+                    found.append(f"parameter group {number}: {name}={two!r}, not {one!r}")
+        return found
+
     def kept_by(self, slots: Sequence[int], shard: int) -> list[int]:
         """The pieces of a shard, by their place in :attr:`pieces`."""
         return [place for place, piece in enumerate(self.pieces) if slots[piece.slot] == shard]

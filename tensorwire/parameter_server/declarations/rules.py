@@ -44,6 +44,9 @@ class Rule:
 
     state: ClassVar[Mapping[str, Per]] = {}
     """The state kept for each row, by name; all zeros, or ``initial``, at first."""
+    rests_at_zero: ClassVar[bool] = False
+    """Whether a learning rate of 0, as at the begin of a warm-up, is none of the rule's: rows then
+    stay as they are, and nothing is pushed."""
 
     def initial(self, name: str) -> float:
         """The value with which state begins. Default 0."""
@@ -249,6 +252,7 @@ class FTRL(Rule):
     beta: float = 0.0
 
     state: ClassVar[Mapping[str, Per]] = {"sum": Per.COLUMN, "linear": Per.COLUMN}
+    rests_at_zero: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,0 +1,501 @@
+"""What programs do to modules and optimizers of torch they may do to those on servers.
+
+Each test is a row of the table "What torch's users do" in the guide to parameter servers.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tensorwire import parameter_server as ps
+from tests.tensorwire.parameter_server.clusters import server_names, train
+
+IDS = torch.tensor([1, 2, 1])
+
+
+class Model(nn.Module):
+    """A table and a layer, or the same in torch's own modules."""
+
+    def __init__(self, rows: nn.Module) -> None:
+        super().__init__()
+        self.rows = rows
+        self.top = nn.Linear(4, 1)
+        with torch.no_grad():
+            self.top.weight.copy_(torch.arange(1.0, 5).view(1, 4))
+            self.top.bias.zero_()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output: Tensor = self.top(self.rows(ids))
+        return output
+
+
+def on_servers(rule: ps.Rule | None = None, **options: Any) -> tuple[ps.Cluster, Model]:
+    cluster = ps.connect(server_names(1), **options)
+    init = ps.Uniform(0.5, seed=3)
+    return cluster, Model(ps.Embedding(cluster.table("rows", 4, rule or ps.SGD(lr=1.0), init=init)))
+
+
+def local_like(model: Model) -> Model:
+    """The same model without servers."""
+    rows = nn.Embedding(8, 4)
+    rows.weight.data.copy_(model.rows.table.pull(torch.arange(8)))
+    made = Model(rows)
+    made.top.load_state_dict(model.top.state_dict())
+    return made
+
+
+def same_rows(model: Model, local: Model) -> bool:
+    return torch.equal(model.rows.table.pull(torch.arange(8)), local.rows.weight)
+
+
+def in_a_cluster(test: Callable[..., None]) -> Callable[[], None]:
+    """Runs a test as the one trainer of a server."""
+
+    def run() -> None:
+        train([test])
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+# --- requires_grad_
+
+
+@pytest.mark.parametrize("how", ["module", "parameter", "before the optimizer"])
+def test_frozen_rows_stay_and_move_again_when_they_are_thawed(how: str) -> None:
+    def go() -> None:
+        cluster, model = on_servers()
+        if how == "before the optimizer":
+            model.rows.requires_grad_(False)
+        optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+        if how == "module":
+            model.rows.requires_grad_(False)
+        elif how == "parameter":
+            for parameter in model.rows.parameters():
+                parameter.requires_grad = False
+        before = model.rows(IDS)
+        assert not before.requires_grad
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(IDS).sum().backward()
+            optimizer.step()
+        assert torch.equal(model.rows(IDS), before)
+        model.rows.requires_grad_()
+        model(IDS).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model.rows(IDS), before)
+
+    train([go])
+
+
+@in_a_cluster
+def test_frozen_dense_parameters_stay() -> None:
+    cluster, model = on_servers()
+    optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+    model.top.requires_grad_(False)
+    before = copy.deepcopy(model.top.state_dict())
+    model(IDS).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(each, model.top.state_dict()[name]) for name, each in before.items())
+
+
+# --- copies
+
+
+@in_a_cluster
+def test_a_copy_reads_the_same_rows_and_is_frozen_by_itself() -> None:
+    cluster, model = on_servers()
+    optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+    target = copy.deepcopy(model).requires_grad_(False)
+    assert torch.equal(target(IDS), model(IDS))
+    assert model.rows.rows.requires_grad
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(IDS) - target(IDS).detach() - 1).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(target.rows(IDS), model.rows(IDS))
+    assert not torch.equal(target.top.weight, model.top.weight)
+
+
+def _through_pickle(model: Model) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def _through_save(model: Model) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _through_pickle, _through_save])
+def test_a_model_that_was_copied_or_pickled_trains_the_same_rows(copied: Any) -> None:
+    def go() -> None:
+        cluster, model = on_servers()
+        model.again = model.rows
+        other = copied(model)
+        assert other.again is other.rows
+        assert other.rows.table is model.rows.table
+        assert len(list(other.parameters())) == len(list(model.parameters()))
+        optimizer = ps.Optimizer(cluster, other, torch.optim.SGD, lr=0.1)
+        local = local_like(other)
+        plain = torch.optim.SGD([{"params": local.rows.parameters(), "lr": 1.0},
+                                 {"params": local.top.parameters()}], lr=0.1)  # fmt: skip
+        for each, step in ((other, optimizer), (local, plain)):
+            each(IDS).sum().backward()
+            step.step()
+        assert same_rows(other, local)
+        assert torch.equal(other.top.weight, local.top.weight)
+
+    train([go])
+
+
+def test_what_was_pickled_says_which_cluster_it_needs() -> None:
+    pickled = []
+
+    def go() -> None:
+        pickled.append(pickle.dumps(on_servers()[1]))
+
+    def load() -> None:
+        with pytest.raises(ps.ParameterServerError, match=r"call ps.connect\(..., name='default'"):
+            pickle.loads(pickled[0])
+        on_servers()
+        assert pickle.loads(pickled[0])(IDS).shape == (3, 1)
+
+    train([go])
+    train([load])
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        {},
+        {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)},
+        {"avg_fn": torch.optim.swa_utils.get_ema_avg_fn(0.9), "use_buffers": True},
+    ],
+    ids=["mean", "ema", "ema with buffers"],
+)
+def test_averaged_models_average_dense_parameters_and_read_rows_as_they_are(averaging: Any) -> None:
+    def go() -> None:
+        cluster, model = on_servers()
+        optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+        local = local_like(model)
+        plain = torch.optim.SGD([{"params": local.rows.parameters(), "lr": 1.0},
+                                 {"params": local.top.parameters()}], lr=0.1)  # fmt: skip
+        average, wanted = (
+            torch.optim.swa_utils.AveragedModel(each, **averaging) for each in (model, local)
+        )
+        for _ in range(3):
+            for each, step, kept in ((model, optimizer, average), (local, plain, wanted)):
+                step.zero_grad()
+                each(IDS).sum().backward()
+                kept.update_parameters(each)  # with gradients there, as some do
+                step.step()
+                kept.update_parameters(each)
+        assert torch.equal(average.module.top.weight, wanted.module.top.weight)
+        assert torch.equal(average.module.rows(IDS), model.rows(IDS))
+        torch.optim.swa_utils.update_bn([IDS], average)
+
+    train([go])
+
+
+# --- optimizers
+
+
+@pytest.mark.parametrize("kind", ["STEP", "tables alone"])
+def test_a_scaler_scales_rows_once(kind: str) -> None:
+    def go() -> None:
+        cluster, model = on_servers()
+        local = local_like(model)
+        plain = torch.optim.SGD(local.parameters(), lr=1.0)
+        parameters = model.rows.parameters() if kind == "tables alone" else model.parameters()
+        wrapped = ps.Optimizer.wrap(torch.optim.SGD(parameters, lr=1.0), cluster)
+        for each, optimizer in ((model, wrapped), (local, plain)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step in range(2):
+                optimizer.zero_grad()
+                scaler.scale(each(IDS).sum()).backward()
+                if step:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+        if kind == "STEP":
+            assert same_rows(model, local)
+            assert torch.equal(model.top.weight, local.top.weight)
+        else:
+            assert not torch.equal(model.rows(IDS), torch.zeros(3, 4))
+
+    train([go])
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_wrapping_takes_tables_out_of_the_optimizer(with_model: bool) -> None:
+    def go() -> None:
+        cluster, model = on_servers()
+        plain = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        wrapped = ps.Optimizer.wrap(plain, cluster, model if with_model else None)
+        assert [table.name for table in wrapped.tables] == ["rows"]
+        assert [each.shape for each in plain.param_groups[0]["params"]] == [(1, 4), (1,)]
+        before = model.rows(IDS)
+        model(IDS).sum().backward()
+        wrapped.step()
+        assert not torch.equal(model.rows(IDS), before)
+
+    train([go])
+
+
+def test_wrapping_says_that_rows_follow_their_rule(caplog: pytest.LogCaptureFixture) -> None:
+    def go() -> None:
+        cluster, model = on_servers()
+        ps.Optimizer.wrap(torch.optim.SGD(model.parameters(), lr=0.1), cluster)
+
+    with caplog.at_level(logging.WARNING, "tensorwire"):
+        train([go])
+    assert "table 'rows': rows move by the table's rule, SGD(lr=1.0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=0.1),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+        lambda p: torch.optim.NAdam(p, lr=0.1),
+    ],
+)
+@pytest.mark.parametrize("ids", [torch.tensor([1]), IDS])
+def test_an_optimizer_of_torch_alone_is_refused_in_its_first_step(kind: Any, ids: Tensor) -> None:
+    def go() -> None:
+        _, model = on_servers()
+        optimizer = kind(model.parameters())
+        model(ids).sum().backward()
+        with pytest.raises(RuntimeError, match=r"rows of table 'rows' are on its servers.*ps\.Opt"):
+            optimizer.step()
+
+    train([go])
+
+
+@in_a_cluster
+def test_steps_by_hand_are_refused_for_rows() -> None:
+    _, model = on_servers()
+    model(IDS).sum().backward()
+    rows = model.rows.rows
+    steps: list[Callable[[Tensor], object]] = [
+        lambda grad: rows.sub_(grad),
+        lambda grad: rows.__isub__(0.1 * grad),
+        lambda grad: rows.copy_(rows - grad),
+        lambda grad: rows.add_(grad, alpha=-0.1),
+    ]
+    with torch.no_grad():
+        for step in steps:
+            with pytest.raises(RuntimeError, match="rows of table 'rows' are on its"):
+                step(rows.grad)
+
+
+@in_a_cluster
+def test_penalties_of_rows_by_hand_are_refused() -> None:
+    _, model = on_servers()
+    penalties: list[Callable[[Tensor], Tensor]] = [
+        lambda p: p.pow(2).sum(),
+        lambda p: (p**2).sum(),
+        lambda p: p.norm(),
+        lambda p: torch.linalg.vector_norm(p, 1),
+        lambda p: p.abs().sum(),
+    ]
+    for penalty in penalties:
+        with pytest.raises(RuntimeError, match="compute penalties of what the module returns"):
+            sum(penalty(parameter) for parameter in model.parameters())
+
+
+@in_a_cluster
+def test_looking_at_parameters_is_allowed() -> None:
+    cluster, model = on_servers()
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 5
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert next(model.parameters()).shape == (0, 4)
+    assert "rows" in repr(model)
+    assert "size=(0, 4)" in repr(model.rows.rows) or "tensor(" in repr(model.rows.rows)
+    assert nn.utils.parameters_to_vector(model.parameters()).shape == (5,)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0)
+    for _ in range(2):
+        assert not any(torch.isnan(p).any() for p in model.parameters())
+        model(IDS).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / 2
+    with pytest.raises(RuntimeError, match=r"has shape \(2, 4\), not \(5, 4\)"):
+        model.rows.rows.grad = torch.ones(5, 4)
+    model.to(torch.float32).float().cpu().train()
+    optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+    optimizer.zero_grad(set_to_none=False)
+    assert model.rows.rows.grad is not None
+    assert not model.rows.rows.grad.any()
+    model.zero_grad()
+    assert model.rows.rows.grad is None
+
+
+# --- schedulers
+
+
+@pytest.mark.parametrize(
+    ("rule", "dense"),
+    [
+        (ps.SGD(lr=0.1), torch.optim.Adam),
+        (ps.SGD(lr=0.1, momentum=0.9), torch.optim.AdamW),
+        (ps.Adam(lr=0.1), torch.optim.SGD),
+        (ps.FTRL(lr=0.1), torch.optim.Adam),
+        (ps.RowwiseAdagrad(lr=0.1), torch.optim.SGD),
+        (ps.Adam(lr=0.1), None),
+        (ps.SGD(lr=0.1, momentum=0.9), None),
+    ],
+)
+def test_one_cycle_cycles_what_each_rule_has(rule: ps.Rule, dense: Any) -> None:
+    def go() -> None:
+        cluster, model = on_servers(rule)
+        options = {"lr": 0.1, "momentum": 0.9} if dense is torch.optim.SGD else {}
+        optimizer = ps.Optimizer(cluster, model, dense, **options)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=5)
+        rates = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(IDS).sum().backward()
+            optimizer.step()
+            rates.append(model.rows.table.rule.lr)
+            scheduler.step()
+        assert len(set(rates)) == 4
+        if isinstance(rule, ps.Adam) and dense is None:
+            assert model.rows.table.rule.betas[0] != 0.9
+        if isinstance(rule, ps.SGD) and rule.momentum and dense is None:
+            assert model.rows.table.rule.momentum != 0.9
+
+    train([go])
+
+
+def test_momentum_of_rows_that_keep_none_stays_as_it_is_and_that_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def go() -> None:
+        cluster, model = on_servers(ps.SGD(lr=0.1))
+        optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=5)
+        for _ in range(2):
+            model(IDS).sum().backward()
+            optimizer.step()
+        assert model.rows.table.rule.momentum == 0.0
+
+    with caplog.at_level(logging.WARNING, "tensorwire"):
+        train([go])
+    assert caplog.text.count("rows keep no state for momentum") == 1
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [ps.FTRL(lr=0.1), ps.SGD(lr=0.1), ps.Adam(lr=0.1), ps.Adagrad(lr=0.1), ps.RowwiseAdagrad(0.1)],
+)
+def test_a_warm_up_may_begin_at_zero(rule: ps.Rule) -> None:
+    def go() -> None:
+        cluster, model = on_servers(rule)
+        optimizer = ps.Optimizer(cluster, model, torch.optim.Adam)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
+        before = model.rows(IDS).detach()
+        for step in range(3):
+            optimizer.zero_grad()
+            model(IDS).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            assert torch.equal(model.rows(IDS), before) == (step == 0)
+        assert cluster.step == 3
+        assert torch.isfinite(model.rows(IDS)).all()
+
+    train([go])
+
+
+# --- gradients that leave during backward
+
+
+@in_a_cluster
+def test_a_scaler_is_refused_where_gradients_leave_during_backward() -> None:
+    cluster, model = on_servers()
+    optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1, pushing=ps.Pushing.BACKWARD)
+    before = model.top.weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="GradScaler: with pushing="):
+        scaler.scale(model(IDS).sum()).backward()
+    with pytest.raises(ValueError, match="GradScaler: with pushing="):
+        scaler.step(optimizer)
+    optimizer.reload()
+    assert torch.equal(model.top.weight, before)
+    assert cluster.step == 0
+
+
+# --- hooks
+
+
+@in_a_cluster
+def test_hooks_of_parameters_see_and_change_gradients_of_rows() -> None:
+    cluster, model = on_servers()
+    optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+    seen: list[tuple[int, ...]] = []
+    after: list[bool] = []
+    handles = [p.register_hook(lambda grad: grad * 2) for p in model.parameters()]
+    model.rows.rows.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: after.append(p.grad is not None))
+    before = model.rows(IDS).detach()
+    model(IDS[1:2]).sum().backward()
+    optimizer.step()
+    assert seen == [(1, 4)]
+    assert after == [True] * 3
+    moved = before - model.rows(IDS).detach()
+    assert torch.allclose(moved[1], 2 * torch.arange(1.0, 5))
+    for handle in handles:
+        handle.remove()
+    model(IDS[1:2]).sum().backward()
+    assert model.rows.rows.grad is not None
+    assert model.rows.rows.grad.abs().max() < 8
+
+
+# --- collections of tables
+
+
+@in_a_cluster
+def test_one_table_of_a_collection_may_be_frozen_and_the_collection_copied() -> None:
+    cluster = ps.connect(server_names(1))
+    users, items = (cluster.table(name, 4, ps.SGD(lr=1.0)) for name in ("users", "items"))
+    bags = ps.EmbeddingBagCollection({"user": users, "item": items})
+    optimizer = ps.Optimizer(cluster, bags)
+    batch = {"user": torch.tensor([[1]]), "item": torch.tensor([[2]])}
+    frozen = next(p for p in bags.parameters() if p.gradient.table is users)
+    for step in range(2):
+        frozen.requires_grad_(bool(step))
+        for each in (bags, copy.deepcopy(bags)):
+            each(batch).values().sum().backward()
+        optimizer.step()
+        assert users.pull(torch.tensor([1]))[0, 0] == (-2.0 if step else 0.0)
+        assert items.pull(torch.tensor([2]))[0, 0] == -2.0 * (step + 1)
+    bags.requires_grad_(False)
+    assert not bags(batch).values().requires_grad
+    other = pickle.loads(pickle.dumps(bags))
+    assert torch.equal(other(batch).values(), bags(batch).values())
+    bags.requires_grad_()
+    bags(batch).values().sum().backward()
+    with pytest.raises(RuntimeError, match=r"rows of table '(users|items)' are on its servers"):
+        torch.optim.SGD(bags.parameters(), lr=1.0).step()
