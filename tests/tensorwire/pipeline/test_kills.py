@@ -1,0 +1,157 @@
+"""Stages in processes that are killed or stopped: losses and weights stay those of a quiet run.
+
+All tests of a backend share one group of processes; who was killed is started again.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rpc
+import rpc
+from remote_module import RemoteModule
+from tensorwire.pipeline import Pipeline
+from tests.rpc.worker_processes import WorkerProcess, join
+from tests.waiting import eventually
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("process_server"),
+    pytest.mark.xdist_group("pipeline"),
+]
+
+Record = Callable[[str, Any], None]
+
+_STEPS = 30
+_STAGES = ("a", "b", "c")
+
+
+class _Group:
+    """A driver and stages, each a process."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        self.folder, self.backend = folder, backend
+        self.workers: dict[str, WorkerProcess] = {}
+        self.ranks: dict[str, int] = {}
+        self.start("driver", *_STAGES)
+        self.quiet = self.workers["driver"].do(_train, 1)
+
+    def start(self, *names: str) -> None:
+        url = f"file://{self.folder}/meeting"
+        for name in names:
+            rank = self.ranks.setdefault(name, len(self.ranks))
+            self.workers[name] = WorkerProcess()
+            self.workers[name].begin(_join, self.backend, url, name, rank)
+        for name in names:
+            self.workers[name].result()
+
+    def kill(self, name: str) -> None:
+        worker = self.workers.pop(name)
+        worker.send_signal(signal.SIGKILL)
+        worker.process.join()
+        worker.end()
+
+    def end(self) -> None:
+        for worker in self.workers.values():
+            worker.end()
+
+
+@dataclass(frozen=True)
+class _Trained:
+    losses: list[float]
+    state: dict[str, list[Any]]
+    seconds: list[float]
+
+
+def _join(backend: str, url: str, name: str, rank: int) -> None:
+    torch.set_num_threads(1)
+    join(backend, url, name, rank)
+
+
+def _layers(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, outputs))
+
+
+def _train(seed: int, progress: str = "") -> _Trained:
+    """Trains from weights that a seed gives, and notes each step in a file."""
+    for worker in _STAGES:
+        rpc.get_worker_info(worker, wait_for_return=60)
+    sizes = [(8, 16), (16, 16), (16, 4)]
+    stages = [
+        RemoteModule(worker, _layers, each, seed=seed)
+        for worker, each in zip(_STAGES, sizes, strict=True)
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    losses, seconds = [], []
+    with Pipeline(stages, "1f1b", 4, nn.MSELoss(), seed=seed, backups=1) as pipe:
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
+        for step in range(_STEPS):
+            began = time.monotonic()
+            x, y = torch.rand(16, 8, generator=generator), torch.rand(16, 4, generator=generator)
+            losses.append(pipe.train_step(x, target=y).item())
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.monotonic() - began)
+            if progress:
+                Path(progress).write_text(str(step))
+        state = {name: each.tolist() for name, each in pipe.state_dict().items()}
+    return _Trained(losses, state, seconds)
+
+
+@pytest.fixture(scope="module", params=["TENSORWIRE", "TENSORPIPE"])
+def stages(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    nothing_is_left_by_module: None,
+) -> Iterator[_Group]:
+    made = _Group(tmp_path_factory.mktemp("group"), request.param)
+    yield made
+    made.end()
+
+
+@pytest.mark.kills(20)
+@pytest.mark.parametrize("role", _STAGES)
+def test_a_killed_stage_disturbs_no_bit(
+    stages: _Group, tmp_path: Path, role: str, kill_seed: int, record_property: Record
+) -> None:
+    dice = random.Random(f"{role}{kill_seed}")
+    progress = tmp_path / "progress"
+    driver = stages.workers["driver"]
+    driver.begin(_train, 1, str(progress))
+    wanted = dice.randrange(_STEPS // 2)
+    assert eventually(lambda: progress.exists() and int(progress.read_text() or 0) >= wanted, 60)
+    time.sleep(dice.random() * 0.02)  # at any moment of a step
+    stages.kill(role)
+    found = driver.result()
+    stages.start(role)
+    record_property("longest step, s", max(found.seconds))
+    assert found.losses == stages.quiet.losses
+    assert found.state == stages.quiet.state
+
+
+def test_a_stopped_stage_disturbs_no_bit_also_when_it_wakes(stages: _Group, tmp_path: Path) -> None:
+    progress = tmp_path / "progress"
+    driver = stages.workers["driver"]
+    driver.begin(_train, 1, str(progress))
+    assert eventually(lambda: progress.exists() and int(progress.read_text() or 0) >= 3, 60)
+    stages.workers["b"].send_signal(signal.SIGSTOP)
+    at = int(progress.read_text())
+    assert eventually(lambda: int(progress.read_text() or 0) > at + 3, 60)
+    stages.workers["b"].send_signal(signal.SIGCONT)
+    found = driver.result()
+    stages.kill("b")
+    stages.start("b")
+    assert found.losses == stages.quiet.losses
+    assert found.state == stages.quiet.state
