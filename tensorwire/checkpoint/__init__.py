@@ -15,7 +15,7 @@ from tensorwire.checkpoint.errors import (
     UnsavableValueError,
 )
 from tensorwire.checkpoint.files import Checkpoint, Draft, PartWriter, complete, latest, retain
-from tensorwire.checkpoint.saving import Saving, load, save, save_in_background
+from tensorwire.checkpoint.saving import Saving, Stateful, load, save, save_in_background
 
 __all__ = [
     "Checkpoint",
@@ -27,6 +27,7 @@ __all__ = [
     "NotSavedError",
     "PartWriter",
     "Saving",
+    "Stateful",
     "UnsafeCheckpointError",
     "UnsavableValueError",
     "complete",

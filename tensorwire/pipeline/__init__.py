@@ -6,6 +6,7 @@ makes tables of actions, :mod:`~tensorwire.pipeline.validation` checks them and
 """
 
 from tensorwire.pipeline.actions import Action, Kind, Table
+from tensorwire.pipeline.batches import Batch
 from tensorwire.pipeline.errors import (
     PipelineError,
     ScheduleError,
@@ -26,6 +27,7 @@ from tensorwire.pipeline.wiring import Wiring
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Batch",
     "Costs",
     "GradScaler",
     "Kind",

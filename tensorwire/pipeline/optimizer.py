@@ -41,7 +41,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._cls = cls
         self._options = options
         self._rule = rule
-        self._key = pipeline.optimizer_key()
+        self.key = pipeline.optimizer_key()
         made = pipeline.perform(Kind.ASK, lambda _: self._make())
         own: list[Options] = []
         groups: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def _step(self, groups: list[Options]) -> None:
         self._pipeline.call_each(
             remote.step_optimizer,
-            {worker: (self._key, self._changed(worker, groups)) for worker in self._places},
+            {worker: (self.key, self._changed(worker, groups)) for worker in self._places},
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -85,7 +85,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizers' state, by the parameters' names in the pipeline, gathered here."""
         state: dict[str, Any] = {}
-        read = partial(self._pipeline.call_all, remote.optimizer_state, self._key)
+        read = partial(self._pipeline.call_all, remote.optimizer_state, self.key)
         for found in self._pipeline.perform(Kind.ASK, lambda _: read()).values():
             state.update(found)
         return {"state": state, "param_groups": [_plain(group) for group in self.param_groups]}
@@ -96,15 +96,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it has another number of groups.
         """
-        self._take_groups(state_dict["param_groups"])
+        self.take_groups(state_dict["param_groups"])
         state = copied(dict(state_dict["state"]))
-        load = partial(self._pipeline.call_all, remote.load_optimizer_state, self._key, state)
+        load = partial(self._pipeline.call_all, remote.load_optimizer_state, self.key, state)
         self._pipeline.perform(Kind.STEP, lambda _: load())
 
     def checkpoint_shares(self) -> list[Share]:
         """The shares of the state each worker saves and loads; see ``tensorwire.checkpoint``."""
         session = self._pipeline.session
-        return [Share(worker, OptimizerShare(session, self._key)) for worker in self._places]
+        return [Share(worker, OptimizerShare(session, self.key)) for worker in self._places]
 
     def checkpoint_common(self) -> list[Options]:
         """The hyperparameters."""
@@ -116,10 +116,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: they are for another number of groups.
         """
-        self._take_groups(common)
+        self.take_groups(common)
         self._pipeline.note_loaded()
 
-    def _take_groups(self, common: list[Options]) -> None:
+    def take_groups(self, common: list[Options]) -> None:
+        """Takes over hyperparameters that belong to what the stages have.
+
+        Raises:
+            ValueError: they are for another number of groups.
+        """
         if len(common) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(common)} parameter groups, the optimizer "
@@ -134,7 +139,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def _make(self) -> dict[str, remote.Made]:
         return self._pipeline.call_all(
-            remote.make_optimizer, self._key, self._cls, self._options, self._rule
+            remote.make_optimizer, self.key, self._cls, self._options, self._rule
         )
 
     def _take_places(self, made: Mapping[str, remote.Made]) -> None:

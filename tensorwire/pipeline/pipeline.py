@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from tensorwire.pipeline.backups.placing import (
     seconds_of,
 )
 from tensorwire.pipeline.balance import Balance
+from tensorwire.pipeline.batches import Loop, require_loop
 from tensorwire.pipeline.clocks import offset
 from tensorwire.pipeline.formation import Design, Formation, Stages, as_replicas, as_schedule
 from tensorwire.pipeline.microbatches import Given, merge, rows_of, split
@@ -159,7 +160,10 @@ class Pipeline:
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._most_held: dict[int, int] = {}
         self._made_optimizers = 0
+        self._loops = 0
+        self._left: bytes | None = None
         self.place: bytes = b""
+        self.is_named = name is not None
         self._carrier = Carrier(
             self._design, self._renew, name, backups, spares, keep_for, wait_for_return
         )
@@ -233,6 +237,11 @@ class Pipeline:
     def steps(self) -> int:
         """The number of training steps done; with ``seed``, random numbers depend on it."""
         return self._carrier.coordinator.trained
+
+    @property
+    def optimizers(self) -> dict[str, PipelineOptimizer]:
+        """The optimizers of this pipeline that are in use, by their keys."""
+        return dict(sorted((each.key, each) for each in self._optimizers))
 
     @property
     def most_held(self) -> dict[int, int]:
@@ -374,6 +383,71 @@ class Pipeline:
                 pipe.train_step(x, target=y)
         """
         return progress(self, batches, count, unit, **options)
+
+    def batches(
+        self,
+        loader: Iterable[Any],
+        *,
+        state: Mapping[str, Any] | None = None,
+        folder: str | Path | None = None,
+        every: int | None = None,
+        keep: int | None = None,
+        bar: bool = False,
+    ) -> Iterator[Any]:
+        """Yields a loader's batches, and knows the place in them.
+
+        With ``folder``, a checkpoint is saved every so many batches, and a pipeline that has not
+        trained yet goes on from the latest one there. In a pipeline with a ``name``, a driver that
+        comes back goes on at the batch where it was. A loader with ``state_dict`` and
+        ``load_state_dict`` has its state kept; of others, the batches that are done are passed
+        over, after torch's default generator was set as it was when the loop began.
+
+        Args:
+            loader: yields batches. Pairs get the names ``x`` and ``y``.
+            state: what has its state in this process and goes with the place, by name: schedulers,
+                a scaler. The pipeline's optimizers are kept anyway.
+            folder: of checkpoints.
+            every: how many batches lie between two of them.
+            keep: how many of them stay. None: all.
+            bar: show a bar, as :meth:`progress` does.
+
+        Raises:
+            ImportError: tqdm is not installed.
+            TypeError: an object in ``state`` has no state.
+            ValueError: arguments do not go together.
+
+        Example::
+
+            for batch in pipe.batches(loader, state={"scheduler": scheduler}):
+                pipe.train_step(batch.x, target=batch.y)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+        """
+        require_loop(state or {}, folder, every, keep)
+        loop = Loop(self, self._loops, loader, state or {}, folder, every, keep)
+        self._loops += 1
+        if not bar:
+            return loop.run()
+        total = len(loader) if isinstance(loader, Sized) else None
+        return progress(self, loop.run(), total=total)
+
+    def take_place(self) -> bytes | None:
+        """The place to which the program's loops go on, if an earlier life left one.
+
+        It is handed out to the loops that come before it, too, and to none after it.
+        """
+        if self._left is None:
+            return None
+        loop: int = pickle.loads(self._left).loop
+        left = self._left
+        if loop < self._loops:
+            self._left = None
+        return left
+
+    def put_place(self, place: bytes) -> None:
+        """Has the program's loops go on there."""
+        self._left = place
 
     def recover(self, timeout: float = 60.0) -> None:
         """Waits until lost workers are back, makes their stages anew and forms the pipeline again.
@@ -648,6 +722,7 @@ class Pipeline:
         (found,) = self.call_each(sessions.kept, {self._formation.plan.owners[0][0]: ()}).values()
         kept: Kept = pickle.loads(found)
         self._carrier.coordinator.trained, self.place = kept.steps, kept.place
+        self._left = kept.place or None
 
     def _seconds(self) -> list[float]:
         """The seconds that each stage took in the last step."""

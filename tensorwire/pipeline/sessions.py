@@ -26,8 +26,10 @@ from tensorwire.pipeline.backups.places import Found, Seat
 from tensorwire.pipeline.backups.shelf import Epoch
 from tensorwire.pipeline.errors import PipelineError, StepAbortedError
 from tensorwire.pipeline.plan import Plan, Progress, Rows, Span, StepOrder, StepReport
+from tensorwire.pipeline.returning import wait_for_change
 from tensorwire.pipeline.worker import CHANNEL, Outbox, StageWorker
 
+_SECONDS_TO_MEET: Final = 10.0
 _SECONDS_TO_END: Final = 600.0
 _GONE = extend.MembershipChange.LOST, extend.MembershipChange.LEFT
 
@@ -131,6 +133,7 @@ def join(session: str, plan: Plan, modules: Mapping[int, tuple[rpc.RRef[nn.Modul
         SupersededError: a later formation is known here.
     """
     keep = plan.keep
+    wait_for_change(lambda: all(map(_is_known, keep.lives.values())), _SECONDS_TO_MEET)
     Keepers.here().held_by(keep.pipeline, plan.driver, keep.keep_for).enter(keep.epoch)
     here = {
         index: (module.local_value(), torch.device(device))
@@ -142,6 +145,14 @@ def join(session: str, plan: Plan, modules: Mapping[int, tuple[rpc.RRef[nn.Modul
     for index, copied in restored.items():
         copies.restore(copied, here[index][0])
     Sessions.here().add(plan, here, restored)
+
+
+def _is_known(life: extend.Life) -> bool:
+    """Says whether this worker has heard of a life, which may be over already."""
+    if extend.is_living(life):
+        return True
+    latest = extend.worker().latest_life(life.worker)
+    return latest is not None and latest.incarnation >= life.incarnation
 
 
 def gather(pipeline: str, epoch: Epoch, begins: bool) -> Found:

@@ -50,7 +50,7 @@ from tensorwire.pipeline.returning import is_there, wait_for_change
 
 _logger: Final = logging.getLogger("tensorwire")
 _GONE: Final = (rpc.WorkerLostError, rpc.UnknownWorkerError)
-_SECONDS_TO_NOTICE: Final = 30.0
+_SECONDS_TO_NOTICE: Final = 5.0
 _MOST_IN_VAIN: Final = 3
 """Recoveries one after the other although nobody was lost."""
 
@@ -110,6 +110,7 @@ class Carrier:
 
     def begin(self) -> None:
         """Forms the pipeline: of copies that an earlier driver of its name left, or anew."""
+        self._design.placed = self.coordinator.homes
         if self._is_named:
             try:
                 self.resumed = self._carry(self.coordinator.resume())
@@ -270,7 +271,7 @@ class Carrier:
             self._place(effect.owners)
             keep = Keep(
                 self.pipeline, effect.epoch, effect.backups, effect.version, effect.sources,
-                self._keep_for if self._is_named else 0.0,
+                self._keep_for if self._is_named else 0.0, lives,
             )  # fmt: skip
             self.formation = Formation(self._design, keep)
             self._renew()

@@ -39,6 +39,7 @@ class Keep:
         version: that all go back to; None: stages are as they are.
         sources: the worker with the copy of each seat.
         keep_for: seconds for which copies outlive the driver.
+        lives: of all workers that take part, those that only keep backups among them.
     """
 
     pipeline: str
@@ -47,6 +48,7 @@ class Keep:
     version: int | None
     sources: Mapping[Seat, str]
     keep_for: float
+    lives: Mapping[str, extend.Life]
 
 
 class Keeper:

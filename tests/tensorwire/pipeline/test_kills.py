@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import rpc
-import rpc
 from remote_module import RemoteModule
 from tensorwire.pipeline import Pipeline
 from tests.rpc.worker_processes import WorkerProcess, join
@@ -110,6 +109,34 @@ def _train(seed: int, progress: str = "") -> _Trained:
     return _Trained(losses, state, seconds)
 
 
+def _train_by_name(name: str, losses: str) -> dict[str, list[Any]]:
+    """Trains a pipeline that is found by its name, and adds a line with each loss to a file."""
+    for worker in _STAGES:
+        rpc.get_worker_info(worker, wait_for_return=60)
+    sizes = [(8, 16), (16, 16), (16, 4)]
+    stages = [
+        RemoteModule(worker, _layers, each, seed=7)
+        for worker, each in zip(_STAGES, sizes, strict=True)
+    ]
+    generator = torch.Generator().manual_seed(7)
+    data = [
+        (torch.rand(16, 8, generator=generator), torch.rand(16, 4, generator=generator))
+        for _ in range(_STEPS // 2)
+    ]
+    loss, options = nn.MSELoss(), {"seed": 7, "backups": 1, "name": name, "keep_for": 60}
+    with Pipeline(stages, "1f1b", 4, loss, **options) as pipe, open(losses, "a") as file:
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        for _ in range(2):
+            for batch in pipe.batches(data, state={"scheduler": scheduler}):
+                step, value = pipe.steps, pipe.train_step(batch.x, target=batch.y).item()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                print(step, value, file=file, flush=True)
+        return {name: each.tolist() for name, each in pipe.state_dict().items()}
+
+
 @pytest.fixture(scope="module", params=["TENSORWIRE", "TENSORPIPE"])
 def stages(
     request: pytest.FixtureRequest,
@@ -139,6 +166,25 @@ def test_a_killed_stage_disturbs_no_bit(
     record_property("longest step, s", max(found.seconds))
     assert found.losses == stages.quiet.losses
     assert found.state == stages.quiet.state
+
+
+@pytest.mark.kills(20)
+def test_a_killed_driver_comes_back_to_its_pipeline_by_name_and_disturbs_no_bit(
+    stages: _Group, tmp_path: Path, kill_seed: int
+) -> None:
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    wanted = stages.workers["driver"].do(_train_by_name, "quiet", str(quiet))
+    stages.workers["driver"].begin(_train_by_name, "killed", str(killed))
+    dice = random.Random(kill_seed)
+    lines = dice.randrange(1, _STEPS - 5)
+    assert eventually(lambda: killed.exists() and killed.read_text().count("\n") >= lines, 60)
+    time.sleep(dice.random() * 0.02)  # at any moment of a step
+    stages.kill("driver")
+    stages.start("driver")
+    assert stages.workers["driver"].do(_train_by_name, "killed", str(killed)) == wanted
+    losses = [dict(map(str.split, each.read_text().splitlines())) for each in (quiet, killed)]
+    assert losses[0] == losses[1]
+    assert killed.read_text().count("\n") <= _STEPS + 1  # one step is done again at most
 
 
 def test_a_stopped_stage_disturbs_no_bit_also_when_it_wakes(stages: _Group, tmp_path: Path) -> None:
