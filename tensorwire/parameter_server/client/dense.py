@@ -20,6 +20,7 @@ from tensorwire.parameter_server.declarations.dense_spec import (
     whole_state,
 )
 from tensorwire.parameter_server.kernels.copying import copied
+from tensorwire.parameter_server.kernels.digests import Digests
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST
 from tensorwire.parameter_server.messaging.messages import Values
@@ -46,7 +47,9 @@ class DenseGroup:
         self.name = spec.name
         self.optimizer = optimizer
         self.parameters = parameters_of(optimizer)
-        self._versions = self._current()
+        self._all = range(len(self.parameters))
+        self._digests = Digests(self.parameters)
+        self._remember()
 
     def __repr__(self) -> str:
         count = sum(each.numel() for each in self.parameters)
@@ -65,17 +68,45 @@ class DenseGroup:
         """Sets the parameters to what came from the servers."""
         for parameter, value in zip(self.parameters, values, strict=True):
             copied(value, parameter)
-        self._versions = self._current()
+        self._remember()
 
     # --- what servers have, and what is set here
 
-    @property
-    def is_changed(self) -> bool:
-        """True if a parameter was written to here since the last values came from servers."""
-        return self._versions != self._current()
+    def is_changed(self, place: int | None = None) -> bool:
+        """True if a parameter was written to here since the last values came from servers.
 
-    def _current(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters]
+        Args:
+            place: of the one to look at. Default all.
+
+        Raises:
+            ValueError: one has another shape or dtype than the servers know.
+        """
+        places = self._all if place is None else (place,)
+        for each in places:
+            self._require_kept(each)
+        if any(self._seen[each] != self._counted(each) for each in places):
+            return True
+        found = self._digests.now(places)
+        return any(found[each] != self._digested[each] for each in places)
+
+    def _require_kept(self, place: int) -> None:
+        parameter = self.parameters[place]
+        shape, dtype = self.spec.shapes[place], self.spec.dtypes[place]
+        if tuple(parameter.shape) != shape or parameter.dtype != dtype:
+            raise ValueError(
+                f"parameter {place} of {self.name!r} became {parameter.dtype} of shape "
+                f"{tuple(parameter.shape)}; servers keep {dtype} of shape {shape}: convert a model "
+                "before its optimizer is made"
+            )
+
+    def _counted(self, place: int) -> tuple[int, int]:
+        """Changes that torch has counted, and where the values are."""
+        parameter = self.parameters[place]
+        return parameter._version, parameter.data_ptr()
+
+    def _remember(self) -> None:
+        self._seen = [self._counted(place) for place in self._all]
+        self._digested = self._digests.now(self._all)
 
     def values(self, keeps_state: bool = False) -> Values:
         """The parameters as they are here, and their state.
@@ -105,7 +136,7 @@ class DenseGroup:
         """
         values = self.values(keeps_state)
         self._of_all(lambda shard: messages.Setting(shard, Assign(values)))
-        self._versions = self._current()
+        self._remember()
 
     def state(self) -> dict[int, dict[str, Any]]:
         """The servers' state of the optimizer, by the number of the parameter."""

@@ -42,8 +42,8 @@ class Optimizer(torch.optim.Optimizer):
     what the next step needs. Under ``ps.SSP`` and ``ps.Async`` a step that needs nothing, as it
     moves tables only, does not wait for the servers; an error of its push is raised by the next.
 
-    Parameters that are set here, as by ``model.load_state_dict``, are set at the servers with
-    the next step.
+    Parameters that are set here, as by ``model.load_state_dict`` or through ``.data``, are set at
+    the servers with the next step.
 
     Args:
         cluster: where the parameters are.
@@ -279,8 +279,8 @@ class Optimizer(torch.optim.Optimizer):
         if self.group is not None:
             self.group.upload()
 
-    def _upload_changes(self) -> None:
-        if self.group is not None and self.group.is_changed:
+    def _upload_changes(self, place: int | None = None) -> None:
+        if self.group is not None and self.group.is_changed(place):
             self.group.upload()
 
     def _is_skipped(self) -> bool:
@@ -314,7 +314,7 @@ class Optimizer(torch.optim.Optimizer):
         """Pushes the gradient of one parameter, and frees it."""
         assert self.group is not None
         watch.require_plain()
-        self._upload_changes()
+        self._upload_changes(place)
         grads: list[Tensor | None] = [None] * len(self.group.parameters)
         grads[place], parameter.grad = parameter.grad, None
         self.cluster.send(Step([], {self.group.name: grads})).wait()

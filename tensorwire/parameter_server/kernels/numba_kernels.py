@@ -39,6 +39,8 @@ _S48: Final = np.uint64(48)
 _LOW_16: Final = np.uint64(0xFFFF)
 _ONE: Final = np.uint64(1)
 
+_GOLDEN_32: Final = np.uint64(0x9E3779B1)
+_LOW: Final = np.uint64(0xFFFFFFFF)
 NAME: Final = "numba"
 UPDATES: Final = numba_updates
 """The compiled updates of rows, by rule."""
@@ -252,6 +254,21 @@ def stream_finite(source: Any, target: Any) -> bool:
         found |= stream(source, target, k)
     fence()
     return not found and finite(source[:begin]) and finite(source[end:])
+
+
+@compiled
+def digest(words: Any, first: int) -> Any:
+    """The sum of 32-bit words, each times an odd number of its place, modulo 2**64.
+
+    Args:
+        words: uint32.
+        first: the place of the first of them.
+    """
+    total = np.uint64(0)
+    for k in range(len(words)):
+        factor = ((np.uint64(first + k) * _GOLDEN_32) & _LOW) | _ONE
+        total += np.uint64(words[k]) * factor
+    return total
 
 
 # --- rows

@@ -193,6 +193,22 @@ def finite(bits: Any) -> bool:
     return bool(np.isfinite(bits.view(np.float32)).all())
 
 
+def digest(words: Any, first: int) -> Any:
+    """The sum of 32-bit words, each times an odd number of its place, modulo 2**64.
+
+    Args:
+        words: uint32.
+        first: the place of the first of them.
+    """
+    total = np.uint64(0)
+    for begin in range(0, len(words), _BLOCK):
+        block = words[begin : begin + _BLOCK].astype(np.uint64)
+        places = np.arange(first + begin, first + begin + len(block), dtype=np.uint64)
+        factors = ((places * _u(0x9E3779B1)) & _u(0xFFFFFFFF)) | _u(1)
+        total += (block * factors).sum(dtype=np.uint64)
+    return total
+
+
 def stream_finite(source: Any, target: Any) -> bool:
     """Copies float32, as their bits; True if all are finite."""
     found = True

@@ -108,6 +108,107 @@ def test_frozen_dense_parameters_stay() -> None:
     assert all(torch.equal(each, model.top.state_dict()[name]) for name, each in before.items())
 
 
+# --- values that are set here
+
+
+def _set_clamped(layer: nn.Linear, values: Tensor) -> None:
+    layer.weight.data.clamp_(max=0.0).add_(values)
+
+
+def _set_data(layer: nn.Linear, values: Tensor) -> None:
+    layer.weight.data = values.clone()
+
+
+def _set_by_vector(layer: nn.Linear, values: Tensor) -> None:
+    vector = torch.cat([values.flatten(), layer.bias.detach()])
+    nn.utils.vector_to_parameters(vector, layer.parameters())
+
+
+def _set_through_numpy(layer: nn.Linear, values: Tensor) -> None:
+    layer.weight.detach().numpy()[:] = values.numpy()
+
+
+def _set_storage(layer: nn.Linear, values: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight.set_(values.clone())
+
+
+def _set_by_foreach(layer: nn.Linear, values: Tensor) -> None:
+    torch._foreach_copy_([layer.weight.data], [values])
+
+
+def _set_one_element(layer: nn.Linear, values: Tensor) -> None:
+    layer.weight.data[:, :3] = values[:, :3]
+    layer.weight.data[0, 3] = values[0, 3]
+
+
+def _set_by_state(layer: nn.Linear, values: Tensor) -> None:
+    layer.load_state_dict({"weight": values, "bias": layer.bias.detach()})
+
+
+def _set_by_init(layer: nn.Linear, values: Tensor) -> None:
+    nn.init.constant_(layer.weight, float(values[0, 0]))
+
+
+_SETTERS = [
+    _set_clamped,
+    _set_data,
+    _set_by_vector,
+    _set_through_numpy,
+    _set_storage,
+    _set_by_foreach,
+    _set_one_element,
+    _set_by_state,
+    _set_by_init,
+]
+
+
+@pytest.mark.parametrize("pushing", ps.Pushing)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_values_that_are_set_here_in_any_way_are_set_at_the_servers(
+    pushing: ps.Pushing, dtype: torch.dtype
+) -> None:
+    def go() -> None:
+        cluster = ps.connect(server_names(1))
+        layer = nn.Linear(4, 1, bias=True, dtype=dtype)
+        view = layer.weight.data  # taken before anybody knows of servers
+        optimizer = ps.Optimizer(cluster, layer, torch.optim.SGD, lr=1.0, pushing=pushing)
+        x = torch.ones(1, 4, dtype=dtype)
+
+        def stepped() -> Tensor:
+            optimizer.zero_grad()
+            layer(x).sum().backward()
+            optimizer.step()
+            return layer.weight.detach()
+
+        stepped()
+        view.copy_(torch.full((1, 4), 8.0))
+        assert torch.equal(stepped(), torch.full((1, 4), 7.0, dtype=dtype))
+        for setter in _SETTERS:
+            if setter is _set_through_numpy and dtype is torch.bfloat16:
+                continue  # NumPy has no such numbers
+            layer.weight.data.zero_()
+            values = torch.full((1, 4), 5.0, dtype=dtype)
+            setter(layer, values)
+            assert torch.equal(stepped(), values - 1), setter
+        layer.weight.data.neg_()
+        assert torch.equal(stepped(), torch.full((1, 4), -5.0, dtype=dtype))
+
+    train([go])
+
+
+@in_a_cluster
+def test_a_model_that_changes_its_dtype_under_its_optimizer_is_refused() -> None:
+    cluster, model = on_servers()
+    optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+    model.double()
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of 'model' became torch.float64 .* keep torch"
+    ):
+        optimizer.step()
+    assert cluster.step == 0
+
+
 # --- copies
 
 

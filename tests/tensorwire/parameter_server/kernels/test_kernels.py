@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,6 +121,29 @@ def test_numbers_are_looked_at_while_they_are_copied_wherever_they_lie(k: Module
                 spoilt.view(np.float32)[place] = -np.inf if place % 2 else np.nan
                 assert not k.stream_finite(spoilt, target[first : first + size])
                 assert (target[first : first + size] == spoilt).all()
+
+
+def test_digests_are_the_same_and_differ_after_any_change() -> None:
+    words = np.random.default_rng(1).integers(0, 2**32, 5000, dtype=np.uint32)
+    one, other = (k.digest(words, 7) for k in BOTH)
+    assert int(one) == int(other)
+    halves = [int(BOTH[0].digest(part, 7 + begin)) for part, begin in
+              ((words[:2000], 0), (words[2000:], 2000))]  # fmt: skip
+    assert sum(halves) % 2**64 == int(one)
+    changes: list[Callable[[Any], Any]] = [
+        lambda w: w ^ np.uint32(1 << 31),  # as if all numbers got the other sign
+        lambda w: w[::-1].copy(),
+        lambda w: np.concatenate((w[1:2], w[:1], w[2:])),
+        lambda w: np.roll(w, 1),
+        *(partial(_flipped, bit) for bit in range(32)),
+    ]
+    assert len({int(BOTH[0].digest(change(words), 7)) for change in changes} - {int(one)}) == 36
+
+
+def _flipped(bit: int, words: Any) -> Any:
+    changed = words.copy()
+    changed[1234] ^= np.uint32(1 << bit)
+    return changed
 
 
 @both
