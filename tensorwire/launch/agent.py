@@ -67,6 +67,7 @@ from tensorwire.launch.roles import Role, digest
 from tensorwire.launch.seats import Left, Met
 from tensorwire.launch.silence import Silence
 from tensorwire.launch.steward import Effect, Ended, HostStore, Kill, Start, Steward, Stop
+from tensorwire.launch.template import Template
 from tensorwire.launch.variables import (
     JobFacts,
     LocalPlace,
@@ -126,7 +127,10 @@ class RoleAgent(SimpleElasticAgent):
         spare: seats for workers of an agent that died. Default 0.
         min_nodes: agents that the job needs. Default 1.
         output: what becomes of what the workers write. Default the terminal shows all of it.
-        start_method: how processes of functions begin: spawn, fork or forkserver.
+        start_method: how processes of functions begin: spawn, fork or forkserver. With
+            ``template``, fork also has programs in Python forked off that. Default spawn.
+        template: what servers of TensorWire's own are forked off. Default none: commands start
+            all workers.
         shutdown_timeout: seconds from asking a worker to end to killing it. Default 30.
         group_key: the key of the workers' group. Default the rendezvous', if it has one.
         key_file: a file with that key, which is deleted if this agent is killed.
@@ -152,6 +156,7 @@ class RoleAgent(SimpleElasticAgent):
         min_nodes: int = 1,
         output: Output | None = None,
         start_method: str = "spawn",
+        template: Template | None = None,
         shutdown_timeout: float = 30,
         group_key: bytes = b"",
         key_file: str = "",
@@ -161,7 +166,8 @@ class RoleAgent(SimpleElasticAgent):
         given = tuple(roles) or (Role(spec.role, spec.local_world_size),)
         self._roles = tuple(_with_restarts(role, spec.max_restarts) for role in given)
         self._spare, self._min_nodes, self._grace = spare, min_nodes, float(shutdown_timeout)
-        self._start_method, self._output = start_method, output or Output()
+        self._start_method, self._template = start_method, template
+        self._output = output or Output()
         self._handler = spec.rdzv_handler
         if isinstance(self._handler, TensorWireRendezvous):
             group_key = self._handler.group_key
@@ -441,12 +447,13 @@ class RoleAgent(SimpleElasticAgent):
     def _program(self, role: Role, local: LocalPlace) -> Program:
         spec = self._worker_group.spec
         assert spec.entrypoint is not None
+        entrypoint, given = spec.entrypoint, tuple(macros.substitute([*spec.args], str(local.rank)))
         if role.module is not None:
             entrypoint, first = module_program(role.module, spec.entrypoint)
-            arguments = (*first, *role.arguments)
-            return Program(entrypoint, arguments, self._start_method, spec.numa_options)
-        given = tuple(macros.substitute(list(spec.args), str(local.rank)))
-        return Program(spec.entrypoint, given, self._start_method, spec.numa_options)
+            given = (*first, *role.arguments)
+        is_forked = self._start_method == "fork" or role.is_of_tensorwire
+        template = self._template if is_forked else None
+        return Program(entrypoint, given, self._start_method, spec.numa_options, template)
 
     def _variables(self, seat: Seat, local: LocalPlace, plan: Plan) -> dict[str, str]:
         variables = worker_variables(plan, seat, local, self._facts)
@@ -547,6 +554,8 @@ class RoleAgent(SimpleElasticAgent):
     def _let_go(self) -> None:
         self._progress.close()
         self._stores.clear()
+        if self._template is not None:
+            self._template.close()
         if self._guardian is not None:
             self._guardian.dismiss()
             self._guardian = None

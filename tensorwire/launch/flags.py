@@ -7,6 +7,7 @@ variables included. Decides what was asked for; starts nothing.
 from __future__ import annotations
 
 import argparse
+import enum
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from tensorwire.launch.roles import Role, RoleError, check_roles, has_count, par
 _NO_PROGRAM = "\0"
 _STREAMS = re.compile(r"[0-3]")
 _ROLE_OF_TORCHRUN = "default"
+_METHODS = ("spawn", "fork", "forkserver")
 
 ROLE_OF_JOB = "rpc"
 """The name of the workers of all roles together in events and metrics of torch's."""
@@ -69,6 +71,15 @@ class Shown:
         return anybody or local_rank in self.ranks or role in self.roles
 
 
+class Forking(enum.Enum):
+    """The workers that are forked off a template, which has imported what they import."""
+
+    NOBODY = "nobody"
+    SERVERS = "servers"
+    """Those that run a module of TensorWire's own."""
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """All that was asked for.
@@ -79,6 +90,7 @@ class Command:
         redirects: what goes to files.
         tee: what goes to files and to the terminal.
         shown: whose output the terminal shows.
+        forking: the workers that are forked off a template.
     """
 
     arguments: argparse.Namespace
@@ -86,6 +98,7 @@ class Command:
     redirects: Streams
     tee: Streams
     shown: Shown
+    forking: Forking
 
 
 class _Roles(argparse.Action):
@@ -124,6 +137,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--group-key-file", "--group_key_file", action=env, default=None, help="File of mode 0600 "
         "with the key of the workers' group, the same on each machine; on one machine a key is "
         "made for the job")  # fmt: skip
+    add("--start-method", "--start_method", action=env, type=str, default=None, choices=_METHODS,
+        help="fork: all workers in Python are forked off a process that imported torch and rpc; "
+        "spawn: each is started by a command; forkserver: as torchrun does it with --run-path. "
+        "Default: servers of service=tensorwire.* are forked, others are not")  # fmt: skip
     add("--insecure", action=check_env, help="Listen beyond this machine without a group key")
     add("--dropin", action=check_env, help="In the workers, torch.distributed.rpc stands for "
         "TensorWire; see tensorwire.dropin")  # fmt: skip
@@ -153,6 +170,8 @@ def parse(argv: Sequence[str]) -> Command:
     arguments = parser.parse_args([*job.flags, *flags, *(program or job.program)])
     said = arguments.role
     arguments.role, roles = _roles(said, job.roles)
+    forking = _forking(arguments, roles)
+    arguments.start_method = arguments.start_method or _METHODS[0]
     if arguments.spare < 0:
         raise FlagError(f"--spare={arguments.spare} is negative")
     command = Command(
@@ -161,9 +180,22 @@ def parse(argv: Sequence[str]) -> Command:
         parse_streams("--redirects", arguments.redirects),
         parse_streams("--tee", arguments.tee),
         parse_shown(arguments.local_ranks_filter),
+        forking,
     )
     _check_names(command)
     return command
+
+
+def _forking(said: argparse.Namespace, roles: Sequence[Role]) -> Forking:
+    if said.start_method == "fork" and roles:
+        if said.dropin:
+            raise FlagError(
+                "--start-method=fork: with --dropin a worker's torch is another from its first "
+                "import on, so it cannot be forked; leave one of the two out"
+            )
+        return Forking.ALL
+    is_wanted = said.start_method is None and any(role.is_of_tensorwire for role in roles)
+    return Forking.SERVERS if is_wanted and not said.dropin else Forking.NOBODY
 
 
 def _known_flags(parser: argparse.ArgumentParser) -> dict[str, bool]:

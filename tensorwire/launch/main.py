@@ -40,12 +40,13 @@ from tensorwire.launch.agent import Output, RoleAgent
 from tensorwire.launch.board import BoardError
 from tensorwire.launch.dry_run import describe_start
 from tensorwire.launch.endpoint import EndpointError, is_loopback
-from tensorwire.launch.flags import Command, FlagError, Streams, parse
+from tensorwire.launch.flags import Command, FlagError, Forking, Streams, parse
 from tensorwire.launch.group_key import GroupKey, GroupKeyError, choose_key
 from tensorwire.launch.job_file import JobFileError
 from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler
 from tensorwire.launch.report import describe_dismissal, describe_failure
 from tensorwire.launch.roles import RoleError, Share
+from tensorwire.launch.template import Template
 
 _logger = logging.getLogger("rpcrun")
 
@@ -54,6 +55,11 @@ _NO_RENDEZVOUS = (RendezvousConnectionError, RendezvousClosedError, RendezvousTi
 _BACKENDS_FOR_ROLES = ("static", "c10d", BACKEND)
 _STATIC_PORT = 29500
 _THREADS = "OMP_NUM_THREADS"
+_IMPORTED = ("rpc", "autograd_dist", "optim_dist", "remote_module")
+_PREPARED = {
+    "tensorwire.parameter_server": "tensorwire.parameter_server.server.loading:load_kernels"
+}
+"""Functions that the template calls, by the modules of servers that then begin sooner."""
 
 
 class JobFailedError(Exception):
@@ -74,6 +80,7 @@ def run(argv: Sequence[str]) -> int:
         if command.arguments.dry_run:
             print(describe_start(command))
             return 0
+        template = _template(command)
         key = _choose_key(command)
     except _MISTAKES as error:
         print(f"rpcrun: {error}", file=sys.stderr)
@@ -81,8 +88,10 @@ def run(argv: Sequence[str]) -> int:
     if command.arguments.dropin:
         os.environ.update(dropin.environment())
     try:
-        return _launch(command, key)
+        return _launch(command, key, template)
     finally:
+        if template is not None:
+            template.close()
         if key.is_ours:
             Path(key.path).unlink(missing_ok=True)  # the guardian may have done so
 
@@ -132,6 +141,15 @@ def settle_rendezvous(command: Command) -> None:
     said.nproc_per_node = str(max(1, sum(own) + said.spare))
 
 
+def _template(command: Command) -> Template | None:
+    """Forks the template off this process, which has neither threads nor connections yet."""
+    if command.forking is Forking.NOBODY:
+        return None
+    modules = {role.module for role in command.roles if role.is_of_tensorwire}
+    prepare = [_PREPARED[each] for each in sorted(filter(None, modules)) if each in _PREPARED]
+    return Template(_IMPORTED, prepare)
+
+
 def _choose_key(command: Command) -> GroupKey:
     said = command.arguments
     endpoint: str = torchrun.get_rdzv_endpoint(said)  # type: ignore[no-untyped-call]
@@ -143,10 +161,10 @@ def _choose_key(command: Command) -> GroupKey:
     return key
 
 
-def _launch(command: Command, key: GroupKey) -> int:
+def _launch(command: Command, key: GroupKey, template: Template | None) -> int:
     try:
         with prompt_signals():
-            _run(command, key)
+            _run(command, key, template)
     except ChildFailedError as error:
         if not command.roles:
             print(error, file=sys.stderr)
@@ -177,10 +195,10 @@ def _launch(command: Command, key: GroupKey) -> int:
 
 
 @record
-def _run(command: Command, key: GroupKey) -> None:
+def _run(command: Command, key: GroupKey, template: Template | None) -> None:
     config, program, arguments = _config(command)
     if command.roles:
-        _run_roles(command, key, config, program, arguments)
+        _run_roles(_agent(command, key, template, config, program, arguments), command, config)
     else:
         elastic_launch(config=config, entrypoint=program)(*arguments)
 
@@ -207,12 +225,9 @@ def _of_torch(streams: Streams) -> Any:
     return dict(streams.by_rank) or streams.everyone
 
 
-def _run_roles(
-    command: Command, key: GroupKey, config: LaunchConfig, program: Any, arguments: list[Any]
-) -> None:
+def _run_roles(agent: RoleAgent, command: Command, config: LaunchConfig) -> None:
     said = command.arguments
     _keep_torchs_failures_out_of_the_log()
-    agent = _agent(command, key, config, program, arguments)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(
         config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     )
@@ -245,7 +260,12 @@ def _program_as_told(command: Command) -> list[str]:
 
 
 def _agent(
-    command: Command, key: GroupKey, config: LaunchConfig, program: Any, arguments: list[Any]
+    command: Command,
+    key: GroupKey,
+    template: Template | None,
+    config: LaunchConfig,
+    program: Any,
+    arguments: list[Any],
 ) -> RoleAgent:
     said = command.arguments
     rendezvous_handler_registry.register(BACKEND, create_handler)
@@ -290,6 +310,7 @@ def _agent(
         min_nodes=config.min_nodes,
         output=output,
         start_method=config.start_method,
+        template=template,
         shutdown_timeout=getattr(config, "shutdown_timeout", None) or 30,
         program=_program_as_told(command),
         key_file=key.path if key.is_ours else "",

@@ -20,13 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import PContext, ProcessFailure, start_processes
+from torch.distributed.elastic.multiprocessing import (
+    PContext,
+    ProcessFailure,
+    SubprocessContext,
+    start_processes,
+)
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.run import run_script_path
 
 from tensorwire.launch import guardian
+from tensorwire.launch.becoming import Order
 from tensorwire.launch.logs import WorkerLogs
 from tensorwire.launch.plan import Seat
 from tensorwire.launch.steward import Ended
+from tensorwire.launch.template import ForkedProcess, Template, TemplateLostError
 
 _logger = logging.getLogger("rpcrun")
 _NOT_STARTED = 127
@@ -88,12 +96,25 @@ class Program:
         arguments: of it.
         start_method: how processes of functions begin: spawn, fork or forkserver.
         numa_options: torch's, or None.
+        template: what its process is forked off; None if a command starts it.
     """
 
     entrypoint: Callable[..., Any] | str
     arguments: tuple[Any, ...]
     start_method: str = "spawn"
     numa_options: Any = None
+    template: Template | None = None
+
+    @property
+    def of_python(self) -> tuple[str, ...] | None:
+        """The program as after ``python -u``; None if it is none of this Python's."""
+        arguments = tuple(map(str, self.arguments))
+        if self.entrypoint is run_script_path:
+            return arguments
+        if self.entrypoint is _run_module:
+            return ("-m", *arguments)
+        is_ours = self.entrypoint == sys.executable and arguments[:1] == ("-u",)
+        return arguments[1:] if is_ours else None
 
 
 def module_program(
@@ -129,6 +150,35 @@ class _Function:
         return self._function(*arguments)
 
 
+class _Forked:
+    """Torch's handler of a process, of one that was forked off the template."""
+
+    def __init__(self, process: ForkedProcess) -> None:
+        self.proc = process
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Ends it, and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+
+
+class _ForkedContext(SubprocessContext):
+    """Torch's context of a command, but that its process is forked off the template."""
+
+    def __init__(
+        self, template: Template, name: str, program: tuple[str, ...], **given: Any
+    ) -> None:
+        self._template, self._program = template, program
+        super().__init__(name=name, entrypoint=sys.executable, args={0: program}, **given)
+
+    def _start(self) -> None:
+        environment = {**os.environ, **self.envs[0]}
+        files = self.stdouts[0] or None, self.stderrs[0] or None
+        process = self._template.start(Order(environment, self._program, *files))
+        handlers: dict[int, Any] = {0: _Forked(process)}
+        self.subprocess_handlers = handlers
+
+
 class WorkerProcess:
     """The process of one life of a seat's worker.
 
@@ -152,20 +202,11 @@ class WorkerProcess:
         self.seat = seat
         self.value: Any = None
         self.tails: list[TailLog] = []
-        entrypoint = program.entrypoint
         self._asked_by: int | None = None
         self._exit_code: int | None = None
         self._gone_since: float | None = None
-        self._context: PContext = start_processes(
-            name=seat.role,
-            entrypoint=entrypoint if isinstance(entrypoint, str) else _Function(entrypoint),
-            args={0: program.arguments},
-            envs={0: variables},
-            logs_specs=logs,
-            log_line_prefixes={0: prefix},
-            start_method=program.start_method,
-            numa_options=program.numa_options,
-        )
+        given = {"envs": {0: variables}, "logs_specs": logs, "log_line_prefixes": {0: prefix}}
+        self._context = _forked(seat, program, given) or _started(seat, program, given)
         self.id: int = self._context.pids()[0]
 
     def poll(self) -> tuple[Ended, ProcessFailure | None] | None:
@@ -232,6 +273,32 @@ class WorkerProcess:
         """Ends it at once."""
         self.send(signal.SIGCONT)
         self.send(signal.SIGKILL)
+
+
+def _forked(seat: Seat, program: Program, given: dict[str, Any]) -> PContext | None:
+    """Forks a process off the template; None if that is not to be, or cannot be."""
+    of_python = program.of_python
+    if program.template is None or of_python is None or program.numa_options is not None:
+        return None
+    context = _ForkedContext(program.template, seat.role, of_python, **given)
+    try:
+        context.start()
+    except TemplateLostError as error:
+        _logger.warning("%s is started by a command, which takes longer: %s", seat.name, error)
+        return None
+    return context
+
+
+def _started(seat: Seat, program: Program, given: dict[str, Any]) -> PContext:
+    entrypoint = program.entrypoint
+    return start_processes(
+        name=seat.role,
+        entrypoint=entrypoint if isinstance(entrypoint, str) else _Function(entrypoint),
+        args={0: program.arguments},
+        start_method=program.start_method,
+        numa_options=program.numa_options,
+        **given,
+    )
 
 
 def _drop_torn(path: Path) -> None:

@@ -93,6 +93,11 @@ class Role:
         """True if the role is formed anew whenever a worker comes or goes."""
         return self.process_group or self.restart is Restart.JOB
 
+    @property
+    def is_of_tensorwire(self) -> bool:
+        """True if its workers run a module of TensorWire's own, such as the parameter server."""
+        return self.module is not None and self.module.partition(".")[0] == "tensorwire"
+
 
 def digest(*words: str) -> str:
     """Names some words, without telling them: other words have another digest."""
