@@ -71,6 +71,7 @@ from rpc.rrefs.rref import call_method
 from rpc.runtime.clock import Clock
 from rpc.runtime.deadlines import is_cancelled, when_cancelled
 from rpc.runtime.executor import blocking, current
+from rpc.runtime.exit import ENDING_FILE
 from rpc.runtime.prompt_signals import prompt_signals
 from rpc.runtime.reaper import Reaper
 from rpc.runtime.states import States
@@ -87,6 +88,7 @@ from rpc.wire.torch_objects import import_remedy
 from rpc.worker_info import WorkerInfo
 
 __all__ = [
+    "ENDING_FILE",
     "KEY_DESCRIPTOR",
     "KEY_FILE",
     "WATCH",

@@ -7,13 +7,16 @@ own exit hooks have run, nothing more is begun, and what runs is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
+ENDING_FILE: Final = "RPC_ENDING_FILE"
+"""Names the file by which a worker of rpcrun says that its program is over."""
 SECONDS_TO_END = 1.0
 """Seconds for all handlers together to end. One in an operator for longer aborts its process."""
 _SECONDS_FOR_THE_IDLE = 0.1
@@ -42,7 +45,16 @@ def await_end(running: Running) -> weakref.finalize[[], Running]:
 def _process_ends(reference: weakref.ref[Any], process: int) -> None:
     running = reference()
     if running is not None and process == os.getpid():
+        _tell_the_launcher()
         _bring_to_rest(running, time.monotonic() + SECONDS_TO_END)
+
+
+def _tell_the_launcher() -> None:
+    """Others soon take this worker for lost; rpcrun does not kill it for that, as it ends."""
+    path = os.environ.get(ENDING_FILE)
+    if path:
+        with contextlib.suppress(OSError), open(path, "wb"):
+            pass
 
 
 def _bring_to_rest(running: Stops, until: float) -> None:

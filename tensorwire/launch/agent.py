@@ -58,6 +58,7 @@ from tensorwire.launch.processes import (
     Program,
     WorkerProcess,
     by_cause,
+    end_all,
     module_program,
     not_started,
 )
@@ -82,6 +83,9 @@ _logger = logging.getLogger("rpcrun")
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_OTHERS = 8.0
 _SECONDS_BETWEEN_POLLS = 0.02
+_SECONDS_OF_HURRY = 2.0
+"""Seconds for which rounds follow each other at once while the last workers end."""
+_LAST_PHASES = (Phase.ENDING, Phase.FAILED)
 _JOIN_SECONDS = 600.0
 _READ_SECONDS = 60.0
 
@@ -279,6 +283,12 @@ class RoleAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Does a round; says how the job is."""
         plan = self._round()
+        hurry = time.monotonic() + _SECONDS_OF_HURRY
+        while plan.phase in _LAST_PHASES and not self._steward.is_finished(plan):
+            if time.monotonic() > hurry:
+                break
+            time.sleep(_SECONDS_BETWEEN_POLLS)
+            plan = self._round()
         worker_group.workers = list(self._workers.values())
         if not self._steward.is_finished(plan):
             return RunResult(WorkerState.HEALTHY)
@@ -334,7 +344,11 @@ class RoleAgent(SimpleElasticAgent):
             if isinstance(event, Left):
                 _logger.warning("agent %s gives no sign of life; it is struck out", event.node)
         self._tell_of_dismissals(plan)
-        for effect in self._steward.act(now, plan, self._lost()):
+        lost = self._lost()
+        ending = [each.seat.name for each in self._processes.values() if each.is_ending] * bool(
+            lost
+        )
+        for effect in self._steward.act(now, plan, lost, ending):
             self._perform(effect, plan)
         self._progress.show(describe_plan(plan, lambda seat: seat.id in self._processes))
         return plan
@@ -402,7 +416,7 @@ class RoleAgent(SimpleElasticAgent):
             self._start(effect.seat, plan)
         elif isinstance(effect, Stop):
             if effect.seat in self._processes:
-                self._processes[effect.seat].ask_to_end(signal.SIGTERM)
+                self._processes[effect.seat].ask_to_end(signal.SIGTERM, effect.again)
         elif isinstance(effect, Kill):
             if effect.seat in self._processes:
                 process = self._processes[effect.seat]
@@ -431,9 +445,9 @@ class RoleAgent(SimpleElasticAgent):
         variables = self._variables(seat, local, plan)
         logs = self._logs.of(seat, local.rank)
         prefix = self._logs.prefix(seat, local.rank)
-        process = WorkerProcess(
-            seat, self._program(self._own_role(seat.role), local), variables, logs, prefix
-        )
+        note = str(self._logs.folder / f"ending-{seat.id}-{seat.life}")
+        program = self._program(self._own_role(seat.role), local)
+        process = WorkerProcess(seat, program, variables, logs, prefix, note)
         process.tails += self._logs.filtering(seat, local.rank, logs)
         return process
 
@@ -510,20 +524,12 @@ class RoleAgent(SimpleElasticAgent):
     # --- The end
 
     def _end_all(self, death_signal: int, timeout: float) -> None:
-        for process in self._processes.values():
-            process.ask_to_end(death_signal)
-        deadline = time.monotonic() + timeout
-        while self._processes:
-            if time.monotonic() > deadline:
-                for process in self._processes.values():
-                    process.kill()
-            for seat_id, process in list(self._processes.items()):
-                result = process.poll()
-                if result is not None:
-                    del self._processes[seat_id]
-                    with contextlib.suppress(RpcError):
-                        self._note_end(process, *result)
-            time.sleep(_SECONDS_BETWEEN_POLLS)
+        def note(seat: int, result: tuple[Ended, ProcessFailure | None]) -> None:
+            with contextlib.suppress(RpcError):
+                self._note_end(self._processes[seat], *result)
+            del self._processes[seat]
+
+        end_all(self._processes, death_signal, timeout, note)
 
     def _part(self, plan: Plan) -> None:
         """Leaves a job that is over; the agent that hosts the store is the last."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -68,7 +69,9 @@ class JobFailedError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs ``rpcrun`` with a command line, by default this process's; ends the process."""
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    code = run(sys.argv[1:] if argv is None else argv)
+    gc.freeze()  # as the process ends, Python would collect all of torch
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:

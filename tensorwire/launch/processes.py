@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,19 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.run import run_script_path
 
+from rpc.extend import ENDING_FILE
 from tensorwire.launch import guardian
 from tensorwire.launch.becoming import Order
 from tensorwire.launch.logs import WorkerLogs
 from tensorwire.launch.plan import Seat
-from tensorwire.launch.steward import Ended
+from tensorwire.launch.steward import Ended, before_the_kill
 from tensorwire.launch.template import ForkedProcess, Template, TemplateLostError
 
 _logger = logging.getLogger("rpcrun")
 _NOT_STARTED = 127
 _LONGEST_STORY = 16_000
 _SECONDS_TO_TELL = 5.0
+_SECONDS_BETWEEN_POLLS = 0.02
 _NOTHING = "<NONE>"
 """The message that torch has of a process that left no error file."""
 
@@ -188,6 +190,9 @@ class WorkerProcess:
         variables: its environment, beyond this agent's.
         logs: where it writes.
         prefix: of its lines on the terminal.
+        ending_note: the file that is there once it begins to end by itself.
+
+    Attributes:
         tails: what else reads its output.
     """
 
@@ -198,6 +203,7 @@ class WorkerProcess:
         variables: dict[str, str],
         logs: Any,
         prefix: str,
+        ending_note: str,
     ) -> None:
         self.seat = seat
         self.value: Any = None
@@ -205,6 +211,8 @@ class WorkerProcess:
         self._asked_by: int | None = None
         self._exit_code: int | None = None
         self._gone_since: float | None = None
+        self._ending_note = Path(ending_note)
+        variables = variables | {ENDING_FILE: ending_note}
         given = {"envs": {0: variables}, "logs_specs": logs, "log_line_prefixes": {0: prefix}}
         self._context = _forked(seat, program, given) or _started(seat, program, given)
         self.id: int = self._context.pids()[0]
@@ -257,6 +265,7 @@ class WorkerProcess:
         """Ends what the process left running of what it had started, and who reads its output."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.id, signal.SIGKILL)
+        self._ending_note.unlink(missing_ok=True)
         for tail in self.tails:
             tail.stop()
 
@@ -264,8 +273,28 @@ class WorkerProcess:
         """Sends it a signal, and whatever it started."""
         guardian.send(self.id, number)
 
-    def ask_to_end(self, number: int) -> None:
-        """Sends it the signal by which it is to end."""
+    @property
+    def is_ending(self) -> bool:
+        """True if its program is over, or has failed and said so, and what is left is to end."""
+        error = Path(self._context.error_files[0])
+        return error.is_file() or self._ending_note.is_file()
+
+    def ask_to_end(self, number: int, again: float = 0.0) -> None:
+        """Sends it the signal by which it is to end, unless it has ended by itself.
+
+        Args:
+            number: of the signal.
+            again: seconds since that was done for the first time, if this is not that.
+        """
+        if self._has_ended():
+            return
+        if again:
+            _logger.warning(
+                "%s did not end within %g s; it is sent %s once more, and is then killed",
+                self.seat.name,
+                again,
+                signal.Signals(number).name,
+            )
         self._asked_by = number
         self.send(number)
 
@@ -340,6 +369,40 @@ def ended_badly(seat: Seat, process: int, failure: ProcessFailure, asked_by: int
     return Ended(seat.id, code, process, story(failure), _is_as_asked(code, asked_by))
 
 
+def end_all(
+    processes: Mapping[int, WorkerProcess],
+    number: int,
+    grace: float,
+    note: Callable[[int, tuple[Ended, ProcessFailure | None]], object],
+) -> None:
+    """Ends processes, and waits for that: asks, asks once more, kills.
+
+    Args:
+        processes: by seat.
+        number: the signal that asks.
+        grace: seconds from asking to killing.
+        note: takes the end of one, and removes it from ``processes``.
+    """
+    for process in processes.values():
+        process.ask_to_end(number)
+    kill_at = time.monotonic() + grace
+    repeat_at: float | None = kill_at - before_the_kill(grace)
+    while processes:
+        now = time.monotonic()
+        if repeat_at is not None and now >= repeat_at:
+            for process in processes.values():
+                process.ask_to_end(number, grace - before_the_kill(grace))
+            repeat_at = None
+        if now > kill_at:
+            for process in processes.values():
+                process.kill()
+        for seat, process in list(processes.items()):
+            result = process.poll()
+            if result is not None:
+                note(seat, result)
+        time.sleep(_SECONDS_BETWEEN_POLLS)
+
+
 def _is_as_asked(exit_code: int, asked_by: int | None) -> bool:
     """True if a process ended by the very signal by which it was asked to end."""
     return asked_by is not None and exit_code == -asked_by
@@ -374,6 +437,7 @@ __all__ = [
     "WorkerLogs",
     "WorkerProcess",
     "by_cause",
+    "end_all",
     "ended_badly",
     "module_program",
     "not_started",

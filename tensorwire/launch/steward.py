@@ -20,6 +20,9 @@ from tensorwire.launch.seats import Event, Exited, GaveUp, Joined, Left
 LOST_SECONDS = 5.0
 """Seconds for which a worker that its group declared lost may go on ending by itself."""
 
+REPEAT_SECONDS = 2.0
+"""Seconds before a process is killed that did not end, at which it is asked once more."""
+
 SOON = 10.0
 """Seconds within which a worker that fails counts as one that fails again and again."""
 
@@ -55,9 +58,15 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ask the process of a seat to end."""
+    """Ask the process of a seat to end.
+
+    Args:
+        seat: which.
+        again: seconds for which it has not ended although it was asked to; 0 the first time.
+    """
 
     seat: int
+    again: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,11 @@ class HostStore:
 Effect = Start | Stop | Kill | HostStore
 
 
+def before_the_kill(grace: float) -> float:
+    """The seconds before a kill at which a process is asked once more to end."""
+    return min(REPEAT_SECONDS, grace / 2)
+
+
 @dataclass(slots=True)
 class _Running:
     """A process of this agent, as far as it matters here."""
@@ -88,6 +102,8 @@ class _Running:
     since: float
     lost_since: float | None = None
     kill_at: float | None = None
+    repeat_at: float = 0.0
+    is_repeated: bool = False
     killed: bool = False
     why: str = ""
 
@@ -183,22 +199,26 @@ class Steward:
 
     # --- What to do
 
-    def act(self, now: float, plan: Plan, lost: Iterable[str] = ()) -> list[Effect]:
+    def act(
+        self, now: float, plan: Plan, lost: Iterable[str] = (), ending: Iterable[str] = ()
+    ) -> list[Effect]:
         """Returns what to do.
 
         Args:
             now: the time.
             plan: as it is.
             lost: names of workers that their group declared lost.
+            ending: names of those that are about to end by themselves, which is why they were.
         """
         effects: list[Effect] = []
         mine = {seat.id: seat for seat in plan.held_by(self.node.id)}
         is_in = plan.node(self.node.id) is not None or plan.phase.is_over
-        declared = set(lost)
+        declared, leaving = set(lost), set(ending)
         for seat_id, run in list(self._running.items()):
             seat = mine.get(seat_id)
             run.lost_since = (run.lost_since or now) if run.name in declared else None
-            if run.lost_since is not None and now - run.lost_since >= LOST_SECONDS:
+            patience = max(LOST_SECONDS, self._grace) if run.name in leaving else LOST_SECONDS
+            if run.lost_since is not None and now - run.lost_since >= patience:
                 effects += self._kill(run, seat_id, "its group declared it lost")
             elif not is_in or seat is None or seat.life != run.life:
                 is_out = plan.dismissal(self.node.id) is not None
@@ -221,10 +241,17 @@ class Steward:
     def _stop(self, now: float, run: _Running, seat_id: int) -> list[Effect]:
         if run.kill_at is None:
             run.kill_at = now + self._grace
+            run.repeat_at = run.kill_at - before_the_kill(self._grace)
             return [Stop(seat_id)]
         if now < run.kill_at:
-            return []
+            return self._repeat(now, run, seat_id)
         return self._kill(run, seat_id, f"it did not end within {self._grace:g} s")
+
+    def _repeat(self, now: float, run: _Running, seat_id: int) -> list[Effect]:
+        if run.is_repeated or now < run.repeat_at:
+            return []
+        run.is_repeated = True
+        return [Stop(seat_id, self._grace - before_the_kill(self._grace))]
 
     def _start(self, now: float, seat: Seat) -> list[Effect]:
         is_next = seat.order is Order.RUN and seat.life > self._begun.get(seat.id, 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -188,3 +190,21 @@ def test_a_handler_may_shut_its_worker_down(backend: str, tmp_path: Path) -> Non
     assert seconds < 5.0
     assert "abandoned" not in err
     assert "agent is not set" not in err
+
+
+class _Nothing:
+    """Comes to rest without a step."""
+
+    def steps_to_rest(self) -> Iterator[Callable[[float], object]]:
+        return iter(())
+
+
+def test_a_worker_of_rpcrun_leaves_a_note_that_it_ends_but_none_for_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note, running = tmp_path / "note", _Nothing()
+    monkeypatch.setenv("RPC_ENDING_FILE", str(note))
+    process_end._process_ends(weakref.ref(running), os.getppid())
+    assert not note.exists()
+    process_end._process_ends(weakref.ref(running), os.getpid())
+    assert note.exists()

@@ -109,6 +109,7 @@ def test_a_signal_to_the_agent_ends_its_workers_and_those_that_do_not_hear_are_k
     assert [each.name for each in workers if each.lives] == []
     obeyed, deaf = (f"trainer:{n} (process {each.pid})" for n, each in enumerate(workers))
     assert f"{obeyed} was stopped" in agent.said
+    assert "trainer:1 did not end within 0.5 s; it is sent SIGUSR1 once more" in agent.said
     assert f"{deaf} ended with signal SIGKILL" in agent.said
 
 

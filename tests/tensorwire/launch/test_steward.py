@@ -9,6 +9,7 @@ from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met, apply
 from tensorwire.launch.steward import (
     LOST_SECONDS,
+    REPEAT_SECONDS,
     Effect,
     Ended,
     HostStore,
@@ -37,11 +38,12 @@ class Agent:
         *ended: Ended,
         silent: Iterable[str] = (),
         lost: Iterable[str] = (),
+        ending: Iterable[str] = (),
         after: float = 0.0,
     ) -> list[Effect]:
         self.now += after
         self.plan = apply(self.plan, self.steward.report(self.now, self.plan, ended, silent))
-        return self.steward.act(self.now, self.plan, lost)
+        return self.steward.act(self.now, self.plan, lost, ending)
 
 
 def make(number: int, of: tuple[Role, ...], spare: int = 0) -> Steward:
@@ -81,11 +83,13 @@ def test_a_crash_loop_is_slowed_down() -> None:
     assert names(agent.round(Ended(0, 1), after=11.0)) == ["Start trainer:0"]  # it ran for long
 
 
-def test_services_are_asked_to_end_and_killed_when_they_do_not() -> None:
+def test_services_are_asked_to_end_asked_once_more_and_killed_when_they_do_not() -> None:
     agent = Agent("ps:1,service", "trainer:1")
     agent.round()
     assert agent.round(Ended(1, 0)) == [Stop(0)]
-    assert agent.round(after=GRACE - 1) == []
+    assert agent.round(after=GRACE - REPEAT_SECONDS - 1) == []
+    assert agent.round(after=1) == [Stop(0, again=GRACE - REPEAT_SECONDS)]
+    assert agent.round(after=1) == []
     assert agent.round(after=2) == [Kill(0, "it did not end within 30 s")]
     assert agent.round(after=2) == []
     assert not agent.steward.is_finished(agent.plan)
@@ -117,6 +121,26 @@ def test_a_worker_whose_group_declared_it_lost_is_killed_and_started_again() -> 
     agent.round(Ended(1, -9, said="more"))
     assert agent.plan.failure is not None
     assert agent.plan.failure.said == "more"
+
+
+def test_a_worker_that_is_ending_by_itself_is_not_killed_because_its_group_misses_it() -> None:
+    agent = Agent("trainer:2")
+    agent.round()
+    missed = {"lost": ["trainer:0", "trainer:1"], "ending": ["trainer:0"]}
+    agent.round(**missed)
+    assert agent.round(**missed, after=LOST_SECONDS) == [Kill(1, "its group declared it lost")]
+    agent.round(Ended(0, 1, said="ArithmeticError: mine"), **missed, after=LOST_SECONDS)
+    assert agent.plan.failure is not None
+    assert (agent.plan.failure.exit_code, agent.plan.failure.said) == (1, "ArithmeticError: mine")
+
+
+def test_a_worker_that_hangs_at_its_end_is_killed_in_the_end() -> None:
+    agent = Agent("trainer:1")
+    agent.round()
+    missed = {"lost": ["trainer:0"], "ending": ["trainer:0"]}
+    agent.round(**missed)
+    assert agent.round(**missed, after=GRACE - 1) == []
+    assert agent.round(**missed, after=1) == [Kill(0, "its group declared it lost")]
 
 
 def test_a_worker_that_joined_its_group_again_is_left_alone() -> None:
