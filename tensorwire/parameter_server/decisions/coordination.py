@@ -23,6 +23,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Edit,
     Effect,
     Fail,
+    Majority,
     Manifest,
     Others,
     Reply,
@@ -44,14 +45,19 @@ class Coordinator(Tasks):
         me: this server.
         view: the view in which it begins; of its own making or another's.
         living: the servers that are there.
+        over: those of the view whose end is certain.
         trainers: of the trainers of the view, those that are there, by number.
     """
 
     def __init__(
-        self, me: Server, view: View, living: Iterable[Server], trainers: Iterable[int]
+        self,
+        me: Server,
+        view: View,
+        living: Iterable[Server],
+        over: Iterable[Server],
+        trainers: Iterable[int],
     ) -> None:
-        super().__init__(view, living)
-        self._me = me
+        super().__init__(me, view, living, over)
         self._changes = 0
         self._arrivals: dict[Client, list[int]] = {}
         self._started: dict[Client, int] = {}
@@ -59,6 +65,7 @@ class Coordinator(Tasks):
         self._failed_copy: tuple[int, tuple[int, Server]] | None = None
         here = set(trainers)
         self._gone = {t.client for t in view.trainers if t.number not in here}
+        self._certainly_gone: set[Client] = set()
 
     # --- events
 
@@ -67,21 +74,33 @@ class Coordinator(Tasks):
         self._begin(self._take_over(), change=True)
         return self._flush()
 
-    def server_lost(self, server: Server) -> list[Effect]:
-        """A server is gone."""
-        if server not in self._living:
-            return []
-        self._living.discard(server)
-        self._begin(self._drop_server(server))
+    def server_lost(self, server: Server, is_proven: bool = False) -> list[Effect]:
+        """A server is gone.
+
+        Args:
+            server: which.
+            is_proven: its end is certain.
+        """
+        if is_proven:
+            self._over.add(server)
+        if server in self._living:
+            self._living.discard(server)
+            self._begin(self._drop_server(server))
+        self._count_votes()
         return self._flush()
 
     def server_came(self, server: Server) -> list[Effect]:
         """A server is there."""
-        self._living.add(server)
+        self._note_living(server)
         for task in list(self._tasks):
             if task.names is not None and task.names <= self._names_living():
                 self._resume(task, False)
         return self._flush()
+
+    def _note_living(self, server: Server) -> None:
+        self._living.add(server)
+        self._over |= {each for each in views.servers_of(self.view) if _is_before(each, server)}
+        self._count_votes()
 
     def worker_lost(self, name: str, incarnation: int) -> list[Effect]:
         """A worker is gone, and may have been a trainer, or about to be one."""
@@ -107,7 +126,7 @@ class Coordinator(Tasks):
         elif isinstance(what, orders.Announce):
             self._begin(self._declare(request, what), request=request)
         elif isinstance(what, orders.Arrive):
-            self._living.add(what.server)
+            self._note_living(what.server)
             self._begin(self._add_server(request, what.server), request=request)
         elif isinstance(what, orders.TakeSnapshot):
             self._line_up(lambda: self._take_snapshot(request, what), request)
@@ -143,9 +162,13 @@ class Coordinator(Tasks):
 
     def _take_over(self) -> Steps:
         me = self._me
+        lost = views.servers_of(self.view) - self._living
+        gone = self._gone - self._certainly_gone
+        if self.view.coordinator != me or lost or gone:
+            yield Majority(frozenset(lost.union(map(_life_of, gone))))
+        self._certainly_gone |= gone
         if self.view.coordinator != me:
             yield Edit(lambda view: views.coordinated(view, me))
-        lost = _all_servers(self.view) - self._living
         if lost:
             yield Edit(lambda view: views.without(view, lost))
         yield Edit(self._without_gone)
@@ -302,7 +325,9 @@ class Coordinator(Tasks):
         if what.generation != self.view.generation:
             self._effects.append(Fail(request, _WENT_BACK))
             return
-        self._gone |= {t.client for t in before if t.number == what.trainer}
+        left = {t.client for t in before if t.number == what.trainer}
+        self._gone |= left
+        self._certainly_gone |= left
         yield from self._settle(what.trainer)
         self._effects.append(Reply(request, None))
 
@@ -319,11 +344,15 @@ class Coordinator(Tasks):
 
     def _dismiss(self, number: int) -> Steps:
         """A trainer was lost."""
-        names = [t.client.name for t in self.view.trainers if t.number == number]
+        clients = [t.client for t in self.view.trainers if t.number == number]
+        suspects = [each for each in clients if each not in self._certainly_gone]
+        if suspects:
+            yield Majority(frozenset(map(_life_of, suspects)))
+        self._certainly_gone.update(clients)
         yield Edit(lambda view: _without_trainer(view, number))
         end = yield from self._settle(number)
-        for name in names:
-            yield Edit(partial(views.with_left, left=Left(number, name, None, end)))
+        for client in clients:
+            yield Edit(partial(views.with_left, left=Left(number, client.name, None, end)))
 
     def _settle(self, number: int) -> Generator[Wait, Any, int]:
         """Counts the pushes of a trainer that all shards have, and returns how many these are."""
@@ -335,7 +364,7 @@ class Coordinator(Tasks):
         return end
 
     def _without_gone(self, view: View) -> View:
-        gone = [t.number for t in view.trainers if t.client in self._gone]
+        gone = [t.number for t in view.trainers if t.client in self._certainly_gone]
         return views.without_trainers(view, gone) if gone else view
 
     def _declare(self, request: int, what: orders.Announce) -> Steps:
@@ -347,6 +376,8 @@ class Coordinator(Tasks):
     # --- servers
 
     def _drop_server(self, server: Server) -> Steps:
+        if server in views.servers_of(self.view):
+            yield Majority(frozenset([server]))
         yield Edit(lambda view: _without_server(view, server))
         if _lost_shards(self.view):
             self._begin_again()
@@ -478,9 +509,12 @@ class Coordinator(Tasks):
         )
 
 
-def _all_servers(view: View) -> set[Server]:
-    """Everybody whom the view names."""
-    return {each for shard in view.shards for each in shard.chain} | set(view.servers)
+def _life_of(client: Client) -> Server:
+    return Server(client.name, client.incarnation)
+
+
+def _is_before(server: Server, other: Server) -> bool:
+    return server.name == other.name and server.incarnation < other.incarnation
 
 
 def _why_not_written(shard: int, answer: Any) -> str:
@@ -494,7 +528,7 @@ def _lost_shards(view: View) -> list[int]:
 
 
 def _without_server(view: View, server: Server) -> View:
-    return views.without(view, {server}) if server in _all_servers(view) else view
+    return views.without(view, {server}) if server in views.servers_of(view) else view
 
 
 def _without_trainer(view: View, number: int) -> View:

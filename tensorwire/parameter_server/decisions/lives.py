@@ -10,11 +10,12 @@ then the call is kept, and made again once the right life is heard of.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tensorwire.parameter_server.decisions.views import Server
+from tensorwire.parameter_server.decisions.views import Client, Server
 
 TRUST: Final = 10.0
 """Seconds for which a life is trusted of which nothing is heard."""
@@ -40,10 +41,21 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The latest life of a name that was heard of, and whether it still is one."""
+    """The latest life of a name that was heard of.
+
+    Args:
+        incarnation: which.
+        lives: nothing was heard of its end.
+        proven: its end is certain, not only silence or another's word.
+    """
 
     incarnation: int
     lives: bool
+    proven: bool = False
+
+
+CUT_OFF: Final = Latest(sys.maxsize, False)
+"""Heard of everybody by a worker that the others took for lost; it says nothing about them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +98,17 @@ class Lives:
         if server in self._over:
             return Verdict.OVER
         return verdict(server, self._latest(server.name))
+
+    def is_proven_over(self, server: Server) -> bool:
+        """True if the end of a life is certain: its process ended, or a later one has its name."""
+        latest = self._latest(server.name)
+        if latest is None or latest.incarnation < server.incarnation or latest == CUT_OFF:
+            return False
+        return latest.incarnation > server.incarnation or (latest.proven and not latest.lives)
+
+    def is_cut_off(self, others: Iterable[Server | Client]) -> bool:
+        """True if this server was taken for lost by the others, and knows it."""
+        return any(self._latest(each.name) == CUT_OFF for each in others)
 
     def trust(self, server: Server) -> bool:
         """Trusts a life that is unheard; True if that is new, so that :meth:`doubt` must follow."""

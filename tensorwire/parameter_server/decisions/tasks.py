@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.quorum import Electorate
 from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
 
 PATIENCE: Final = 10.0
@@ -39,6 +40,32 @@ class Tell:
     to: Server
     shard: int
     order: orders.Order
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask somebody for the vote that these lives are over; then call ``answered``.
+
+    Args:
+        ask: numbers it.
+        to: the server, or trainer.
+        is_trainer: it is one.
+        view: the view of which they are taken out.
+        suspects: servers or trainers; it votes once it has heard of the end of each, too.
+    """
+
+    ask: int
+    to: Server
+    is_trainer: bool
+    view: View
+    suspects: frozenset[Server]
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """Too few servers vote to tell who is lost; nothing is decided until that changes."""
+
+    silent: tuple[Server, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +113,7 @@ class Resign:
     """Another server coordinates."""
 
 
-Effect = Store | Tell | Publish | Reply | Fail | Conclude | Alarm | Resign
+Effect = Store | Tell | Ask | Undecided | Publish | Reply | Fail | Conclude | Alarm | Resign
 
 # --- what a task waits for
 
@@ -126,7 +153,18 @@ class Servers:
     names: frozenset[str]
 
 
-Wait = Edit | AskAll | Manifest | Others | Servers
+@dataclass(frozen=True, slots=True)
+class Majority:
+    """The votes of so many servers that these lives are over that no others can decide otherwise.
+
+    They are asked for when this is waited for: what was heard before may have been heard before
+    this server slept.
+    """
+
+    suspects: frozenset[Server]
+
+
+Wait = Edit | AskAll | Manifest | Others | Servers | Majority
 Steps = Generator[Wait, Any, None]
 
 
@@ -139,6 +177,18 @@ class _Task:
         self.answers: dict[int, Any] = {}
         self.missing: set[int] = set()
         self.names: frozenset[str] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Poll:
+    """The servers that were asked for their votes, for a task."""
+
+    task: _Task
+    suspects: frozenset[Server]
+    asked: dict[int, tuple[Server, int]] = field(default_factory=dict)
+    answered: set[Server] = field(default_factory=set)
+    failed: set[Server] = field(default_factory=set)
+    told: frozenset[Server] = frozenset()
 
 
 @dataclass(slots=True)
@@ -155,13 +205,20 @@ class Tasks:
     """The tasks of one coordinator.
 
     Args:
+        me: this server.
         view: the view in which it begins.
         living: the servers that are there.
+        over: those that certainly are not.
     """
 
-    def __init__(self, view: View, living: Iterable[Server]) -> None:
+    def __init__(
+        self, me: Server, view: View, living: Iterable[Server], over: Iterable[Server]
+    ) -> None:
         self.view = view
+        self._me = me
         self._living = set(living)
+        self._over = set(over)
+        self._polls: list[_Poll] = []
         self._effects: list[Effect] = []
         self._edits: deque[tuple[Callable[[View], View], _Task]] = deque()
         self._storing: View | None = None
@@ -186,10 +243,20 @@ class Tasks:
         self._retell()
         self._resume(task, view)
         self._store_next()
+        self._count_votes()
         return self._flush()
 
     def answered(self, ask: int, answer: Any) -> list[Effect]:
-        """A shard has carried out an order, or a manifest was written."""
+        """A shard has carried out an order, a server has voted, a manifest was written.
+
+        Args:
+            ask: the number of what was asked.
+            answer: what was answered; None by one that is lost.
+        """
+        for poll in self._polls:
+            if ask in poll.asked:
+                self._take_vote(poll, ask, answer)
+                return self._flush()
         self._take_answer(ask, answer)
         return self._flush()
 
@@ -246,6 +313,9 @@ class Tasks:
             self._store_next()
         elif isinstance(wait, AskAll):
             self._ask_all(task, wait.orders)
+        elif isinstance(wait, Majority):
+            self._polls.append(_Poll(task, wait.suspects))
+            self._count_votes()
         elif isinstance(wait, Manifest):
             task.answers = {}
             ask = self._new_ask(task, _NO_SHARD, orders.Query())
@@ -317,12 +387,50 @@ class Tasks:
         if not ask.task.missing:
             self._resume(ask.task, ask.task.answers)
 
+    # --- votes
+
+    def _take_vote(self, poll: _Poll, ask: int, answer: Any) -> None:
+        voter, number = poll.asked.pop(ask)
+        if answer is True:
+            poll.answered.add(voter)
+        elif answer is None or self.view.number == number:
+            poll.failed.add(voter)  # else it knows a view that was made since; it is asked again
+        self._count_votes()
+
+    def _count_votes(self) -> None:
+        """Resumes who waits for a majority that is there."""
+        for poll in list(self._polls):
+            electorate = Electorate(self.view, self._over, poll.suspects)
+            if poll not in self._polls:
+                continue  # the task before it has ended all others
+            if electorate.is_enough({*poll.answered, self._me}):
+                self._polls.remove(poll)
+                self._resume(poll.task, None)
+            else:
+                self._ask_for_votes(poll, electorate)
+
+    def _ask_for_votes(self, poll: _Poll, electorate: Electorate) -> None:
+        agreeing = {self._me, *poll.answered}
+        known = agreeing.union(voter for voter, _ in poll.asked.values())
+        trainers = set(electorate.trainers)
+        for voter in electorate.to_ask(agreeing):
+            if voter in self._living | trainers and voter not in known | poll.failed:
+                self._numbers += 1
+                poll.asked[self._numbers] = voter, self.view.number
+                is_trainer = voter in trainers
+                ask = Ask(self._numbers, voter, is_trainer, self.view, poll.suspects)
+                self._effects.append(ask)
+        silent = frozenset(electorate.servers) - known
+        if silent and not poll.asked and silent != poll.told:
+            poll.told = silent
+            self._effects.append(Undecided(tuple(sorted(silent))))
+
     def _resign(self) -> list[Effect]:
         """Another coordinates: whoever asked for something must ask there."""
         self._resigned = True
         requests = [task.request for task in self._tasks if task.request is not None]
         requests += [request for _, request in self._queue if request is not None]
-        self._tasks, self._asks = [], {}
+        self._tasks, self._asks, self._polls = [], {}, []
         self._queue.clear()
         effects: list[Effect] = [Fail(request, "") for request in requests]
         return [*effects, Resign()]
@@ -332,7 +440,7 @@ class Tasks:
         for task in self._tasks:
             if task.request is not None:
                 self._effects.append(Fail(task.request, reason))
-        self._tasks, self._asks, self._change = [], {}, None
+        self._tasks, self._asks, self._polls, self._change = [], {}, [], None
         self._edits = deque(list(self._edits)[:1]) if self._storing else deque()
 
     def _names_living(self) -> frozenset[str]:

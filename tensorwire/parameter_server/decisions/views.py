@@ -436,6 +436,21 @@ def _keepers(shards: Iterable[Shard]) -> set[Server]:
     return {each for shard in shards for each in shard.chain}
 
 
+def keepers(view: View) -> set[Server]:
+    """The servers that keep a share of the state."""
+    return _keepers(view.shards)
+
+
+def servers_of(view: View) -> set[Server]:
+    """Everybody whom a view names as a server."""
+    return {*view.servers, *keepers(view)}
+
+
+def names(view: View, server: Server) -> bool:
+    """True if a server has any part in a view."""
+    return server in {*servers_of(view), view.coordinator}
+
+
 def is_next_coordinator(view: View, me: Server, living: Collection[Server]) -> bool:
     """True if this server must take over, as the coordinator and all before it are gone."""
     if view.coordinator in living:

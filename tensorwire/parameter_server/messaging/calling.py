@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import importlib
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ import torch
 
 import rpc
 from rpc import extend
-from tensorwire.parameter_server.decisions.lives import Latest, Verdict, verdict
+from tensorwire.parameter_server.decisions.lives import CUT_OFF, Latest, Verdict, verdict
 from tensorwire.parameter_server.decisions.views import Client, Server
 
 _logger: Final = logging.getLogger("tensorwire")
@@ -45,10 +44,13 @@ class Caller:
 
     def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
         """Calls a server; ``then`` gets its answer, or ``LOST``, on some thread."""
+        self._call(to.name, handle, (self._cluster, to.incarnation, message), then)
+
+    def _call(
+        self, to: str, function: Any, args: tuple[Any, ...], then: Callable[[Any], object]
+    ) -> None:
         try:
-            future = rpc.rpc_async(
-                to.name, handle, args=(self._cluster, to.incarnation, message), timeout=0
-            )
+            future = rpc.rpc_async(to, function, args=args, timeout=0)
         except rpc.RpcError as error:
             _note(error)
             then(LOST)
@@ -61,6 +63,22 @@ class Caller:
             then(_answer_of(future))
 
         future.add_done_callback(done)
+
+    def ask_trainer(
+        self, to: Server, suspects: frozenset[Server], then: Callable[[Any], object]
+    ) -> None:
+        """Asks a trainer if these lives are lost to it, too; ``then`` gets a bool, or ``LOST``."""
+        self._call(to.name, are_lost_here, (to.incarnation, suspects), then)
+
+    def look_for(self, life: Server) -> None:
+        """Calls a worker whose answer does not matter: if it is lost, the group says so then."""
+        try:
+            future = rpc.rpc_async(life.name, own_incarnation)
+        except rpc.RpcError as error:
+            _note(error)
+            return
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
 
     def give_up(self) -> None:
         """Gives up all calls: a server may keep one for ever, and this worker could not leave."""
@@ -89,7 +107,8 @@ def latest_life(worker: extend.Worker, name: str) -> Latest | None:
         return Latest(worker.life_of(name).incarnation, True)
     except rpc.WorkerLostError as error:
         mine = error.name == name  # else the group has expelled this worker
-        return Latest(error.incarnation if mine else sys.maxsize, False)
+        left = isinstance(error, rpc.WorkerLeftError)
+        return Latest(error.incarnation, False, left) if mine else CUT_OFF
     except rpc.UnknownWorkerError:
         return None
 
@@ -101,8 +120,15 @@ def verdict_on(worker: extend.Worker, life: Server | Client) -> Verdict:
 
 
 def own_incarnation() -> int:
-    """Runs at a server: says which life of its name it is."""
+    """Runs at any worker: says which life of its name it is."""
     return extend.worker().life.incarnation
+
+
+def are_lost_here(incarnation: int, suspects: frozenset[Server]) -> bool:
+    """Runs at a trainer: says if all of these lives are lost to it; not if it is another life."""
+    worker = extend.worker()
+    all_lost = all(verdict_on(worker, each) is Verdict.OVER for each in suspects)
+    return worker.life.incarnation == incarnation and all_lost
 
 
 @rpc.functions.async_execution

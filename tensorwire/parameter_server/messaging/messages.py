@@ -13,6 +13,7 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replica import Assign, Heard, Import
+from tensorwire.parameter_server.decisions.views import Server
 from tensorwire.parameter_server.declarations.dense_spec import PieceData
 from tensorwire.parameter_server.declarations.wire import Packed
 
@@ -181,6 +182,25 @@ Reply = Rows | Accepted | Denied | Elsewhere | Full | Unread | Broken
 @dataclass(frozen=True, slots=True)
 class See:
     """There is a later view, as text."""
+
+    view: str
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """A server that would take these lives out of a view asks for a vote.
+
+    Answered with True once the server that was asked has heard of their end, too, or with
+    ``Outdated``.
+    """
+
+    view: str
+    suspects: frozenset[Server]
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """Instead of an answer: there is a later view, in which the sender has another part or none."""
 
     view: str
 

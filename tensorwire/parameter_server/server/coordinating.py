@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import rpc
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from tensorwire.parameter_server.server.node import Node
 
 _logger: Final = logging.getLogger("tensorwire")
+_SECONDS_BETWEEN_LOOKS: Final = 0.02
+_SECONDS_BETWEEN_POLLS: Final = 0.05
+_SECONDS_AFTER_AN_ERROR: Final = 1.0
 
 
 class Coordinating:
@@ -46,10 +50,13 @@ class Coordinating:
     def close(self) -> None:
         """Ends it; whoever asked for something asks another server."""
         self._closed = True
-        for call in self._requests.values():
-            call.answer(messages.Rejected(""))
-        self._requests.clear()
+        self._stop()
+
+    def _stop(self) -> None:
+        """Coordinates no longer: whoever asked for something asks another server."""
         self._coordinator = None
+        for number in list(self._requests):
+            self._settle(number, messages.Rejected(""))
         self._discard(list(self._drafts))
         self._snapshots.clear()
 
@@ -58,25 +65,32 @@ class Coordinating:
     def seen(self, view: View) -> None:
         """There is a later view, which may name another."""
         mine = self._coordinator
-        if mine is not None and view.coordinator != self._node.me and view.term > mine.view.term:
-            self._coordinator = None
+        if mine is None:
+            return
+        is_another = view.coordinator != self._node.me and view.number > mine.view.number
+        if is_another or self._node.has_ended:
+            self._stop()
 
     def look(self) -> None:
         """Begins to coordinate if it is this server's turn."""
         view = self._node.view
         if view is None or self._coordinator is not None or view.broken or self._closed:
             return
+        if self._node.has_ended:
+            return
         living = self._living(view)
         starts = view.coordinator == self._node.me
         if starts or views.is_next_coordinator(view, self._node.me, living):
             here = [t.number for t in view.trainers if self._lives(t.client)]
-            self._coordinator = Coordinator(self._node.me, view, living, here)
+            named = views.servers_of(view)
+            over = [each for each in named if self._node.lives.is_proven_over(each)]
+            self._coordinator = Coordinator(self._node.me, view, living, over, here)
             self._do(self._coordinator.start())
             for server in sorted(self._role_members(view) - set(view.servers)):
                 self._arrived(server)
 
     def _living(self, view: View) -> set[Server]:
-        known = {each for shard in view.shards for each in shard.chain} | set(view.servers)
+        known = views.servers_of(view)
         names = {each.name for each in known} | set(view.settings.get("servers", ()))
         for name in names:
             latest = latest_life(self._node.host.worker, name)
@@ -110,7 +124,8 @@ class Coordinating:
     def heard_lost(self, server: Server) -> None:
         """A worker is gone."""
         if self._coordinator is not None:
-            self._do(self._coordinator.server_lost(server))
+            is_proven = self._node.lives.is_proven_over(server)
+            self._do(self._coordinator.server_lost(server, is_proven))
         if self._coordinator is not None:
             self._do(self._coordinator.worker_lost(server.name, server.incarnation))
         self.look()
@@ -159,6 +174,10 @@ class Coordinating:
         for effect in effects:
             if isinstance(effect, tasks.Tell):
                 self._tell(effect)
+            elif isinstance(effect, tasks.Ask):
+                self._ask(effect)
+            elif isinstance(effect, tasks.Undecided):
+                self._wait_for_majority(effect.silent)
             elif isinstance(effect, tasks.Store):
                 self._store(effect)
             elif isinstance(effect, tasks.Publish):
@@ -185,6 +204,40 @@ class Coordinating:
                 self._answered(effect.ask, answer)
 
         self._node.call(effect.to, command, answered)
+
+    def _ask(self, effect: tasks.Ask) -> None:
+        coordinator = self._coordinator
+        assert coordinator is not None
+
+        def answered(answer: Any) -> None:
+            if self._coordinator is coordinator:
+                vote = None if answer is LOST else answer is True
+                self._do(coordinator.answered(effect.ask, vote))
+
+        def trainer_answered(answer: Any) -> None:
+            with self._node.acting():
+                if answer is False and self._coordinator is coordinator:
+                    again = partial(self._node.host.after, _SECONDS_BETWEEN_POLLS, ask_trainer)
+                    self._node.later(again)
+                else:
+                    answered(answer)
+
+        def ask_trainer() -> None:
+            self._node.caller.ask_trainer(effect.to, effect.suspects, trainer_answered)
+
+        if effect.is_trainer:
+            self._node.later(ask_trainer)
+        else:
+            poll = messages.Poll(effect.view.encode(), effect.suspects)
+            self._node.call(effect.to, poll, answered)
+
+    def _wait_for_majority(self, silent: tuple[Server, ...]) -> None:
+        names = ", ".join(map(str, silent))
+        _logger.warning(
+            "cluster %r: server %s cannot tell if it or %s is cut off, as too few servers vote; "
+            "nothing is given up until one of them votes, has certainly ended, or comes back",
+            self._node.cluster, self._node.me, names,
+        )  # fmt: skip
 
     def _store(self, effect: tasks.Store) -> None:
         coordinator = self._coordinator
@@ -227,16 +280,21 @@ class Coordinating:
             self._discard([folder])
 
     def _resign(self) -> None:
-        self._coordinator = None
+        self._stop()
+        self._node.later(lambda: self._node.host.after(_SECONDS_BETWEEN_LOOKS, self._look_again))
+
+    def _look_again(self) -> None:
         node = self._node
-
-        def look() -> None:
+        try:
             found = self._meeting.view(node.cluster)
-            if found is not None:
-                with node.acting():
-                    node.see(found)
-
-        node.later(lambda: node.host.after(0.02, look))
+        except rpc.RpcError as error:
+            if not node.has_ended:
+                _logger.error("cluster %r: the view cannot be read: %s", node.cluster, error)
+                node.host.after(_SECONDS_AFTER_AN_ERROR, self._look_again)
+            return
+        if found is not None:
+            with node.acting():
+                node.see(found)
 
     def _ring(self) -> None:
         with self._node.acting():
@@ -277,6 +335,8 @@ class Coordinating:
 
     def _discard(self, folders: list[str]) -> None:
         for folder in folders:
-            draft = self._drafts.pop(folder)
+            draft = self._drafts.pop(folder, None)
+            if draft is None:
+                continue
             with contextlib.suppress(OSError):
                 draft.discard()

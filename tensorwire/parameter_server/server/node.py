@@ -14,7 +14,7 @@ from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Final
 
-from tensorwire.parameter_server.decisions import lives, orders
+from tensorwire.parameter_server.decisions import lives, orders, views
 from tensorwire.parameter_server.decisions.clock import Reached
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
 from tensorwire.parameter_server.decisions.replica import (
@@ -28,7 +28,7 @@ from tensorwire.parameter_server.decisions.replica import (
     StartCopy,
 )
 from tensorwire.parameter_server.decisions.replication import Forward
-from tensorwire.parameter_server.decisions.views import Server, View
+from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller, latest_life
@@ -77,9 +77,12 @@ class Node:
         self.copies = Copies(self)
         self.coordinating = Coordinating(self)
         self._term = -1
+        self._was_named = False
+        self._expelled = False
         self._early: dict[int, list[tuple[Call, messages.Logged]]] = {}
         self._joining: set[int] = set()
         self._exporting: set[tuple[int, int, int]] = set()
+        self._polls: list[tuple[Call, int, frozenset[Server]]] = []
         self._lock = RLock()
         self._depth = 0
         self._outbox: list[Callable[[], object]] = []
@@ -120,6 +123,9 @@ class Node:
             with self.acting():
                 if answer is LOST:
                     self._failed(call, was_heard_of)
+                elif isinstance(answer, messages.Outdated):
+                    self.see(View.decode(answer.view))
+                    call.then(NotHead())
                 else:
                     call.then(answer)
 
@@ -147,9 +153,28 @@ class Node:
         """Turns everybody away."""
         self._closed = True
         with self.acting():
-            self.coordinating.close()
-            for number, shard in self.shards.items():
-                self.carry_out(number, shard.replica.deposed())
+            self._end()
+
+    def _end(self) -> None:
+        self.coordinating.close()
+        polls, self._polls = self._polls, []
+        for call, _, _ in polls:
+            call.answer(NotHead())
+        for number, shard in self.shards.items():
+            self.carry_out(number, shard.replica.deposed())
+
+    @property
+    def has_ended(self) -> bool:
+        """True if this server has no part any more, so that it decides nothing.
+
+        It was taken for lost by the others, or a view that named it does so no longer.
+        """
+        if self.view is None:
+            return self._expelled
+        forgotten = self._was_named and not views.names(self.view, self.me)
+        trainers = (each.client for each in self.view.trainers)
+        others: list[Server | Client] = [*self.view.servers, *trainers]
+        return self._expelled or forgotten or self.lives.is_cut_off(others)
 
     # --- views
 
@@ -159,6 +184,7 @@ class Node:
             self.coordinating.look()
             return
         self.view = view
+        self._was_named |= views.names(view, self.me)
         self._term = max(self._term, view.term)
         mine = {s.number: s for s in view.shards if self.me in s.chain}
         for number in [n for n in self.shards if n not in mine]:
@@ -170,6 +196,7 @@ class Node:
             self.carry_out(number, self.shards[number].replica.rechained(shard))
             self._take_early(number)
         self.coordinating.seen(view)
+        self._vote()
         for number in list(self.shards):
             self.resend_exports(number)
             self.carry_out(number, self.shards[number].replica.inform_again())
@@ -192,13 +219,26 @@ class Node:
 
     def heard_lost(self, server: Server) -> None:
         """A worker is gone, which may have been a server."""
+        if server == self.me:
+            self._expel()
+            return
         with self.acting():
             for call in self.lives.lost(server):
                 call.then(LOST)
             for number, shard in list(self.shards.items()):
                 self.carry_out(number, shard.replica.heir_lost(server))
             self.copies.forget(server)
+            self._vote()
             self.coordinating.heard_lost(server)
+
+    def _expel(self) -> None:
+        """The others took this server for lost: it turns everybody away, and decides nothing."""
+        with self.acting():
+            if not self._expelled:
+                self._expelled = True
+                _logger.warning("server %s was taken for lost, and leaves cluster %r to the others",
+                                self.me, self.cluster)  # fmt: skip
+                self._end()
 
     def heard_came(self, server: Server) -> None:
         """A worker is there, which may be a server."""
@@ -208,6 +248,7 @@ class Node:
                 self.heard_lost(former)
             for call in news.again:
                 self.later(partial(self._send, call))
+            self._vote()
             self.coordinating.heard_came(server)
 
     # --- what others call
@@ -215,7 +256,7 @@ class Node:
     def handle(self, call: Call, message: Any) -> None:
         """Somebody calls."""
         with self.acting():
-            if self._closed:
+            if self._closed or self._expelled:
                 call.answer(_turned_away(message))
             else:
                 self._handlers[type(message)](self, call, message)
@@ -359,6 +400,28 @@ class Node:
         self.see(View.decode(message.view))
         call.answer(True)
 
+    def _take_poll(self, call: Call, message: messages.Poll) -> None:
+        """Votes once the suspects are lost to this server, too; looks if they are."""
+        view = View.decode(message.view)
+        self.see(view)
+        self._polls.append((call, view.number, message.suspects))
+        self._vote()
+        for suspect in message.suspects:
+            if self.lives.verdict(suspect) is not Verdict.OVER:
+                self.trust(suspect)
+                self.later(partial(self.caller.look_for, suspect))
+
+    def _vote(self) -> None:
+        """Answers the polls about which this server has heard enough."""
+        waiting, self._polls = self._polls, []
+        for call, number, suspects in waiting:
+            if self.view is not None and self.view.number > number:
+                call.answer(messages.Outdated(self.view.encode()))
+            elif all(self.lives.verdict(each) is Verdict.OVER for each in suspects):
+                call.answer(True)
+            else:
+                self._polls.append((call, number, suspects))
+
     def _describe(self, call: Call, message: messages.Describe) -> None:
         call.answer(self.host.describe(self))
 
@@ -375,6 +438,7 @@ class Node:
         messages.CountOf: _count_of,
         messages.Asking: _asking,
         messages.See: _see,
+        messages.Poll: _take_poll,
         messages.Describe: _describe,
     }
 

@@ -479,7 +479,7 @@ def test_who_is_told_that_all_is_lost_can_leave_though_a_server_never_answers() 
     hub, sent = MemoryHub(), threading.Event()
 
     def waiting_for_the_other() -> None:
-        cluster = ps.connect(server_names(2), trainers=2)
+        cluster = ps.connect(server_names(3), trainers=2)
         items = cluster.table("items", 8, ps.SGD(lr=0.1))
         ids = torch.arange(IDS)
         push = Gradients({"items": items.gradient_of(ids, torch.ones(IDS, 8))})
@@ -489,13 +489,13 @@ def test_who_is_told_that_all_is_lost_can_leave_though_a_server_never_answers() 
             exchanging.wait()
 
     def cutting() -> None:
-        ps.connect(server_names(2), trainers=2).join()
+        ps.connect(server_names(3), trainers=2).join()
         assert sent.wait(30)
         hub.cut(1)
 
-    with local_group(*server_names(2), "trainer0", "trainer1", hub=hub) as agents:
-        run(agents[2:], [waiting_for_the_other, cutting])
-        waiting.until(agents[2].is_quiet)
+    with local_group(*server_names(3), "trainer0", "trainer1", hub=hub) as agents:
+        run(agents[3:], [waiting_for_the_other, cutting])
+        waiting.until(agents[3].is_quiet)
 
 
 def test_mistakes_are_told_before_anything_is_sent() -> None:

@@ -17,7 +17,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Reply,
     Store,
 )
-from tensorwire.parameter_server.decisions.views import Server, View
+from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.messaging.settings import settings_of
 from tests.tensorwire.parameter_server.game.plans import Broken, History, Plan, draw_plan
 from tests.tensorwire.parameter_server.game.processes import Process
@@ -50,12 +50,13 @@ class Game:
         self.finished: set[int] = set()
         self.kinds_seen: Counter[str] = Counter()
         self.lost_trainers: set[Server] = set()
+        self.left: set[Client] = set()
         self.ever_lost = False
         self.broken = False
         self.rolled = False
         self.budget = Counter(
             kill=self.plan.kills, trainer=self.plan.trainer_kills,
-            snapshot=self.plan.snapshots, resize=self.plan.resizes,
+            snapshot=self.plan.snapshots, resize=self.plan.resizes, nap=self.plan.naps,
         )  # fmt: skip
         names = [f"ps{k}" for k in range(self.plan.servers)]
         self.spare = [f"ps{self.plan.servers + k}" for k in range(self.plan.spare)]
@@ -100,8 +101,8 @@ class Game:
 
     def arrive(self, process: Process) -> None:
         """It looks who is there; the others hear of it some time."""
-        for life in self.living:
-            process.heard[life.name] = Latest(life.incarnation, True)
+        for life, other in sorted(self.living.items()):
+            process.heard[life.name] = Latest(life.incarnation, self.is_healthy(other))
         process.heard[process.name] = Latest(process.life.incarnation, True)
         for other in self.living.values():
             self.later(other, lambda o=other: o.hear_came(process.life))
@@ -127,6 +128,16 @@ class Game:
         return (one in self.islands) != (other in self.islands)
 
     def send(self, source: Server, to: Server, what: Any) -> None:
+        """Sends now, or a little later: the sender may stop in between."""
+        process = self.living.get(source)
+        if process is None or process.knows or process.takes_for_lost(to):
+            return
+        if self.plan.naps and self.random.random() < 0.25:
+            self.later(process, lambda: self.transmit(source, to, what))
+        else:
+            self.transmit(source, to, what)
+
+    def transmit(self, source: Server, to: Server, what: Any) -> None:
         if to in self.living and not self.cut_off(source, to):
             self.network.append((source, to, what))
             may_be_repeated = what[0] == "call" and what[2][0] != "install"
@@ -183,19 +194,75 @@ class Game:
     # --- what goes wrong
 
     def kill(self, process: Process) -> None:
+        self.remove(process)
+        self.ever_lost = True
+        if isinstance(process, TrainerProcess):
+            self.lost_trainers.add(process.life)
+        is_proven = self.random.random() < 0.8
+        for other in list(self.living.values()):
+            self.tasks.append(
+                (other.life, lambda o=other: self.tell_lost(o, process.life, is_proven))
+            )
+
+    def remove(self, process: Process) -> None:
         del self.living[process.life]
+        self.dead.add(process.life)
+        self.network = [m for m in self.network if m[1] != process.life]
+        self.tasks = [t for t in self.tasks if t[0] != process.life]
+
+    def stop(self, process: Process) -> None:
+        """It stops for a while: the others do not notice, or take it for lost."""
+        process.asleep = True
+        kind = "trainer" if isinstance(process, TrainerProcess) else "kill"
+        if not self.budget[kind] or self.random.random() < 0.3:
+            return
+        self.budget[kind] -= 1
+        process.expelled = True
         self.dead.add(process.life)
         self.ever_lost = True
         if isinstance(process, TrainerProcess):
             self.lost_trainers.add(process.life)
-        self.network = [m for m in self.network if m[1] != process.life]
-        self.tasks = [t for t in self.tasks if t[0] != process.life]
         for other in list(self.living.values()):
-            self.tasks.append((other.life, lambda o=other: self.tell_lost(o, process.life)))
+            if other is not process:
+                self.tasks.append((other.life, lambda o=other: self.tell_lost(o, process.life)))
+        if isinstance(process, TrainerProcess) and (
+            process.number < 0 or self.random.random() < 0.7
+        ):
+            self.start_trainer(process.name)
 
-    def tell_lost(self, hearer: Process, life: Server) -> None:
+    def wake(self, process: Process) -> None:
+        """It goes on where it stopped; some time later it hears what became of it, and leaves."""
+        process.asleep = False
+
+        def leave() -> None:
+            if self.random.random() < 0.05:
+                self.remove(process)
+            else:
+                self.later(process, leave)
+
+        def learn() -> None:
+            if self.random.random() < 0.1:
+                process.learn()
+                self.later(process, leave)
+            else:
+                self.later(process, learn)
+
+        def is_refused(other: Process) -> None:
+            """Whoever took it for lost refuses it, so that it takes that one for lost, too."""
+            if other.takes_for_lost(process.life):
+                process.hear_lost(other.life)
+            elif not process.knows:
+                self.later(process, lambda: is_refused(other))
+
+        if process.expelled:
+            self.later(process, learn)
+            for other in self.living.values():
+                if other is not process and self.random.random() < 0.5:
+                    self.later(process, lambda o=other: is_refused(o))
+
+    def tell_lost(self, hearer: Process, life: Server, is_proven: bool = False) -> None:
         self.network = [m for m in self.network if not (m[0] == life and m[1] == hearer.life)]
-        hearer.hear_lost(life)
+        hearer.hear_lost(life, is_proven)
 
     def isolate(self, process: ServerProcess) -> None:
         """It lives, but everybody takes it for lost; it still reaches the store."""
@@ -214,8 +281,8 @@ class Game:
 
     def mishap(self) -> None:
         r = self.random
-        healthy = [p for p in self.servers if p.life not in self.islands]
-        kind = r.choice(["kill", "kill", "trainer", "snapshot", "resize", "restart"])
+        healthy = [p for p in self.servers if self.is_healthy(p)]
+        kind = r.choice(["kill", "kill", "trainer", "snapshot", "resize", "restart", "stop"])
         if kind == "kill" and self.budget["kill"] and len(healthy) > 0:
             self.budget["kill"] -= 1
             victim = r.choice(healthy)
@@ -226,6 +293,8 @@ class Game:
         elif kind == "trainer" and self.budget["trainer"] and len(self.trainers) > 0:
             self.budget["trainer"] -= 1
             victim = r.choice(self.trainers)
+            if victim.expelled:
+                return
             self.kill(victim)
             if r.random() < 0.7 or victim.number < 0:
                 self.start_trainer(victim.name)
@@ -240,6 +309,11 @@ class Game:
                     self.take_snapshot()
         elif kind == "restart":
             self.restart_one()
+        elif kind == "stop" and self.budget["nap"]:
+            awake = [p for p in (*healthy, *self.trainers) if not p.asleep and not p.expelled]
+            if awake:
+                self.budget["nap"] -= 1
+                self.stop(r.choice(awake))
 
     def take_snapshot(self) -> None:
         self.budget["snapshot"] -= 1
@@ -254,10 +328,14 @@ class Game:
         if gone:
             self.restart(self.random.choice(gone))
 
+    def is_healthy(self, process: Process) -> bool:
+        """False if the others take it for lost."""
+        return process.life not in self.islands and not process.expelled
+
     # --- playing
 
     def over(self) -> bool:
-        return all(t.phase == "done" for t in self.trainers)
+        return all(t.phase == "done" or t.expelled for t in self.trainers)
 
     def play(self) -> int:
         """Plays to the end; returns how many events there were."""
@@ -269,6 +347,9 @@ class Game:
                 return turn
             if r.random() < 0.02:
                 self.mishap()
+            for process in [p for p in self.living.values() if p.asleep]:
+                if r.random() < 0.005:
+                    self.wake(process)
             choices = len(self.network) + len(self.tasks)
             if choices == 0:
                 self.idle()
@@ -281,7 +362,9 @@ class Game:
 
         A server that was taken for lost has found that out by now, and has left.
         """
-        for process in self.servers:
+        for process in [*self.servers, *self.trainers]:
+            if process.asleep:
+                self.wake(process)
             if process.life in self.islands:
                 self.kill(process)
         for _ in range(PATIENCE):
@@ -295,17 +378,25 @@ class Game:
 
     def is_whole(self) -> bool:
         heads = [shard.head for shard in self.view.shards if shard.chain]
-        healthy = {life for life in self.living if life not in self.islands}
+        healthy = {life for life, process in self.living.items() if self.is_healthy(process)}
         return len(heads) == len(self.view.shards) and healthy.issuperset(heads)
 
     def one(self, choice: int) -> None:
         if choice < len(self.tasks):
-            life, task = self.tasks.pop(choice)
+            life, task = self.tasks[choice]
+            if self.is_asleep(life):
+                return
+            del self.tasks[choice]
             if life in self.living:
                 task()
             return
-        source, to, what = self.network.pop(choice - len(self.tasks))
+        source, to, what = self.network[choice - len(self.tasks)]
+        if self.is_asleep(to):
+            return
+        del self.network[choice - len(self.tasks)]
         process = self.living.get(to)
+        if process is not None and what[0] != "lost" and process.takes_for_lost(source):
+            return
         if what[0] == "lost":
             caller = self.living.get(to)
             if caller is not None:
@@ -322,6 +413,10 @@ class Game:
             process.answered(what[1], what[2])
         else:
             process.see(what[1])
+
+    def is_asleep(self, life: Server) -> bool:
+        process = self.living.get(life)
+        return process is not None and process.asleep
 
     def idle(self) -> None:
         """Nothing is under way: somebody looks again, as after a time, or a server comes back."""

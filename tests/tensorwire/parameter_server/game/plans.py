@@ -48,6 +48,8 @@ class Plan:
     """Rows that move are long under way, as they are more bytes than anything else."""
     slow_pushes: bool
     """Pushes are, too: some arrive when their shard is no more."""
+    naps: int
+    """Members that stop for a while and wake with all their messages, timers and calls."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -72,4 +74,5 @@ def draw_plan(seed: int) -> Plan:
         snapshot_follows=r.random() < 0.5,
         slow_rows=r.random() < 0.5,
         slow_pushes=r.random() < 0.2,
+        naps=r.choice([0, 1, 2, 4]),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tensorwire.parameter_server.decisions.lives import Latest
+from tensorwire.parameter_server.decisions.lives import CUT_OFF, Latest
 from tensorwire.parameter_server.decisions.views import Server
 
 if TYPE_CHECKING:
@@ -22,6 +22,33 @@ class Process:
         self.calls: dict[int, Callable[[Any], None]] = {}
         self.callees: dict[int, Server] = {}
         self.heard: dict[str, Latest] = {}
+        self.asleep = False
+        self.expelled = False
+        """The others took it for lost."""
+        self.knows = False
+        """It has heard of that: to it, all others are gone."""
+
+    def latest(self, name: str) -> Latest | None:
+        """The latest life of a name that it has heard of, as a group tells one of its members."""
+        if self.knows and name != self.name:
+            return CUT_OFF
+        return self.heard.get(name)
+
+    def takes_for_lost(self, life: Server) -> bool:
+        latest = self.latest(life.name)
+        return latest is not None and (
+            latest.incarnation > life.incarnation
+            or (latest.incarnation == life.incarnation and not latest.lives)
+        )
+
+    def learn(self) -> None:
+        """It hears that the others took it for lost: its calls fail, now and from now on."""
+        if self.knows:
+            return
+        self.knows = True
+        for number in list(self.callees):
+            self.answered(number, None)
+        self.lost(self.life)
 
     def call(self, to: Server, what: Any, then: Callable[[Any], None]) -> None:
         """Calls; ``then`` gets the answer, or None if the callee is lost."""
@@ -29,7 +56,8 @@ class Process:
         game.numbers += 1
         number = game.numbers
         self.calls[number], self.callees[number] = then, to
-        if to not in game.living or game.cut_off(self.life, to) or not self.has_heard_of(to):
+        gone = to not in game.living or game.cut_off(self.life, to) or self.takes_for_lost(to)
+        if gone or not self.has_heard_of(to):
             game.network.append((to, self.life, ("lost", number)))
         else:
             game.send(self.life, to, ("call", number, what))
@@ -47,6 +75,8 @@ class Process:
 
     def hear_came(self, life: Server) -> None:
         """Lives that came and went between two looks into the store are never heard of."""
+        if life.name == self.name and life.incarnation > self.life.incarnation:
+            self.learn()
         if self.has_heard_of(life) or (life in self.game.dead and life not in self.game.islands):
             return
         former = self.heard.get(life.name)
@@ -58,11 +88,11 @@ class Process:
     def came(self, life: Server) -> None:
         pass
 
-    def hear_lost(self, life: Server) -> None:
+    def hear_lost(self, life: Server, is_proven: bool = False) -> None:
         if not self.has_heard_of(life):
             return
         if self.heard[life.name].incarnation == life.incarnation:
-            self.heard[life.name] = Latest(life.incarnation, False)
+            self.heard[life.name] = Latest(life.incarnation, False, is_proven)
         for number, to in list(self.callees.items()):
             if to == life:
                 self.answered(number, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from tensorwire.parameter_server.decisions import views
 from tensorwire.parameter_server.decisions.clock import (
     PushKind,
 )
@@ -36,6 +37,29 @@ class Rules:
         if view.generation != self.game.view.generation:
             self.game.rolled = True
             assert view.snapshot is not None
+        elif view.epoch == self.game.view.epoch:
+            self.check_removed(view)
+        healthy = [p for p in self.game.servers if self.game.is_healthy(p)]
+        if sum(views.names(self.game.view, each.life) for each in healthy) == 0:
+            return  # the last server has nobody to ask
+        left = {each.number for each in view.left if each.begin is not None}
+        self.game.left |= {t.client for t in self.game.view.trainers if t.number in left}
+        for each in set(self.game.view.trainers) - set(view.trainers):
+            life = Server(each.client.name, each.client.incarnation)
+            had_left = each.client in self.game.left  # and joined by an echo of its request
+            if life not in self.game.dead and each.number not in left and not had_left:
+                raise Broken(f"view {view.number} dismisses {life}, who lives")
+
+    def check_removed(self, view: View) -> None:
+        """Servers are taken out of a view only if they are lost, whoever thinks so."""
+        removed = self.keepers(self.game.view) - self.keepers(view)
+        healthy = removed - self.game.dead
+        if healthy and len(view.shards) == len(self.game.view.shards):
+            raise Broken(f"view {view.number} gives up {healthy}, who live")
+
+    @staticmethod
+    def keepers(view: View) -> set[Server]:
+        return {each for shard in view.shards for each in shard.chain}
 
     def note_sent(self, trainer: TrainerProcess, number: int, kind: PushKind) -> None:
         self.game.kinds[trainer.number, number] = kind
@@ -43,7 +67,7 @@ class Rules:
 
     def start_of(self, trainer: TrainerProcess) -> int | None:
         for process in self.game.servers:
-            if process.life in self.game.islands:
+            if not self.game.is_healthy(process) or process.asleep:
                 continue
             for shard, replica in process.replicas.items():
                 counts = replica.clock.status().counts

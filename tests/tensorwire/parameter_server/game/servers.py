@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.parameter_server.decisions import orders, views
@@ -33,6 +34,7 @@ from tensorwire.parameter_server.decisions.replica import (
 from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.tasks import (
     Alarm,
+    Ask,
     Conclude,
     Fail,
     Publish,
@@ -75,8 +77,11 @@ class ServerProcess(Process):
         self.early: dict[int, list[tuple[Server, int, Any]]] = {}
         self.coordinator: Coordinator | None = None
         self.requests: dict[int, tuple[Server, int]] = {}
-        self.known = Lives(self.heard.get)
+        self.known = Lives(self.latest)
         self.joining: set[int] = set()
+        self.was_named = False
+        self.is_over = False
+        self.polls: list[tuple[Any, View, frozenset[Server]]] = []
         self.exporting: set[tuple[int, int, int]] = set()
 
     # --- other servers
@@ -122,6 +127,7 @@ class ServerProcess(Process):
             self.maybe_coordinate()
             return
         self.view = view
+        self.was_named |= views.names(view, self.life)
         self.term = max(self.term, view.term)
         mine = {s.number: s for s in view.shards if self.life in s.chain}
         for number in [n for n in self.replicas if n not in mine]:
@@ -136,16 +142,41 @@ class ServerProcess(Process):
             for sender, call, what in self.early.pop(number, []):
                 self.receive(number, sender, call, what)
         coordinator = self.coordinator
-        if (
-            coordinator is not None
-            and view.coordinator != self.life
-            and view.term > coordinator.view.term
+        if coordinator is not None and (
+            self.has_ended
+            or (view.coordinator != self.life and view.number > coordinator.view.number)
         ):
-            self.coordinator = None
+            self.stop_coordinating()
+        self.vote()
         for number in list(self.states):
             self.resend_exports(number)
             self.carry_out(number, self.replicas[number].inform_again())
         self.maybe_coordinate()
+
+    @property
+    def has_ended(self) -> bool:
+        """A view that named it does so no longer, or it knows that it was taken for lost."""
+        forgotten = self.was_named and not (self.view and views.names(self.view, self.life))
+        if self.is_over or self.view is None:
+            return self.is_over
+        others = [*self.view.servers, *(each.client for each in self.view.trainers)]
+        return forgotten or self.known.is_cut_off(others)
+
+    def stop_coordinating(self) -> None:
+        self.coordinator = None
+        for to, number in self.requests.values():
+            self.game.send(self.life, to, ("answer", number, Fail(0, "")))
+        self.requests.clear()
+
+    def vote(self) -> None:
+        waiting, self.polls = self.polls, []
+        for call, view, suspects in waiting:
+            if self.view is not None and self.view.number > view.number:
+                self.reply(call, self.view)
+            elif all(self.known.verdict(each) is Verdict.OVER for each in suspects):
+                self.reply(call, True)
+            else:
+                self.polls.append((call, view, suspects))
 
     def make(self, number: int, position: int = 0, version: int = -1) -> Replica:
         replica = Replica(self.life, number, self.game.plan.consistency, position, version)
@@ -155,7 +186,7 @@ class ServerProcess(Process):
 
     def maybe_coordinate(self) -> None:
         view = self.view
-        if view is None or self.coordinator is not None or view.broken:
+        if view is None or self.coordinator is not None or view.broken or self.has_ended:
             return
         living = self.living(view)
         starts = view.coordinator == self.life
@@ -165,7 +196,9 @@ class ServerProcess(Process):
                 for t in view.trainers
                 if self.believes_in(Server(t.client.name, t.client.incarnation))
             ]
-            self.coordinator = Coordinator(self.life, view, living, trainers)
+            named = views.servers_of(view)
+            over = [each for each in named if self.known.is_proven_over(each)]
+            self.coordinator = Coordinator(self.life, view, living, over, trainers)
             self.coordinate(self.coordinator.start())
 
     def living(self, view: View) -> set[Server]:
@@ -177,7 +210,9 @@ class ServerProcess(Process):
 
     def coordinate(self, effects: list[Any]) -> None:
         for effect in effects:
-            if isinstance(effect, Store):
+            if isinstance(effect, Ask):
+                self.ask(effect)
+            elif isinstance(effect, Store):
                 self.game.store_later(self, effect)
             elif isinstance(effect, Tell):
                 assert self.coordinator is not None
@@ -190,7 +225,7 @@ class ServerProcess(Process):
                         effect.shard,
                         effect.order,
                     ),
-                    lambda answer, ask=effect.ask: self.order_answered(ask, answer),
+                    partial(self.order_answered, self.coordinator, effect.ask),
                 )
             elif isinstance(effect, Publish):
                 self.game.publish(self, effect.view)
@@ -199,31 +234,56 @@ class ServerProcess(Process):
                 self.game.send(self.life, to, ("answer", number, effect))
             elif isinstance(effect, Conclude):
                 self.game.rules.conclude(effect)
-                self.game.later(self, lambda ask=effect.ask: self.order_answered(ask, True))
+                coordinator, ask = self.coordinator, effect.ask
+                self.game.later(self, partial(self.order_answered, coordinator, ask, True))
             elif isinstance(effect, Alarm):
                 self.game.alarm(self)
             elif isinstance(effect, Resign):
                 self.coordinator = None
                 self.game.later(self, lambda: self.see(self.game.view))
 
-    def order_answered(self, ask: int, answer: Any) -> None:
+    def ask(self, effect: Ask) -> None:
+        coordinator = self.coordinator
+
+        def answered(answer: Any) -> None:
+            if self.coordinator is coordinator and coordinator is not None:
+                vote = answer if answer in (None, True) else False
+                self.coordinate(coordinator.answered(effect.ask, vote))
+            if isinstance(answer, View):
+                self.see(answer)
+
+        self.call(effect.to, ("poll", effect.view, effect.suspects), answered)
+
+    def order_answered(self, coordinator: Coordinator | None, ask: int, answer: Any) -> None:
         if answer is None or isinstance(answer, NotHead):
             return  # it will be told to another, or this coordinator is out of date
-        if self.coordinator is not None:
+        if self.coordinator is coordinator and self.coordinator is not None:
             self.coordinate(self.coordinator.answered(ask, None if answer == "none" else answer))
 
     def lost(self, life: Server) -> None:
+        if life == self.life:
+            self.end()
+            return
         for _, _, then in self.known.lost(life):
             then(None)
+        self.vote()
         for number, replica in list(self.replicas.items()):
             self.carry_out(number, replica.heir_lost(life))
         if self.view is not None and self.view.coordinator == life:
             self.game.spread(self, self.view)
         if self.coordinator is not None:
-            self.coordinate(self.coordinator.server_lost(life))
+            is_proven = self.known.is_proven_over(life)
+            self.coordinate(self.coordinator.server_lost(life, is_proven))
         if self.coordinator is not None:
             self.coordinate(self.coordinator.worker_lost(life.name, life.incarnation))
         self.maybe_coordinate()
+
+    def end(self) -> None:
+        """It was taken for lost: turns everybody away."""
+        self.is_over = True
+        self.stop_coordinating()
+        for number, replica in self.replicas.items():
+            self.carry_out(number, replica.deposed())
 
     def came(self, life: Server) -> None:
         news = self.known.came(life)
@@ -231,6 +291,7 @@ class ServerProcess(Process):
             self.lost(former)
         for call in news.again:
             self.call(*call)
+        self.vote()
         if self.coordinator is not None and life.name.startswith("ps"):
             self.coordinate(self.coordinator.server_came(life))
 
@@ -247,6 +308,12 @@ class ServerProcess(Process):
         elif kind == "view":
             self.see(what[1])
             self.reply(call, True)
+        elif kind == "poll":
+            self.see(what[1])
+            self.polls.append((call, *what[1:]))
+            for suspect in what[2]:
+                self.believes_in(suspect)
+            self.vote()
         elif kind == "record":
             self.take_record(sender, call, what)
         elif kind == "install":

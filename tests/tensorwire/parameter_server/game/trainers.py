@@ -46,6 +46,13 @@ class TrainerProcess(Process):
         self.sent: set[int] = set()
         self.rollbacks = 0
 
+    def handle(self, sender: Server, number: int, what: Any) -> None:
+        """It is asked if some are lost to it, too: it says so as soon as they are."""
+        if all(self.takes_for_lost(each) for each in what[2]):
+            self.game.send(self.life, sender, ("answer", number, True))
+        else:
+            self.game.later(self, lambda: self.handle(sender, number, what))
+
     def begin(self) -> None:
         self.refresh()
 
