@@ -32,7 +32,7 @@ from tensorwire.parameter_server.declarations.initialisers import Constant
 from tensorwire.parameter_server.declarations.rules import SGD
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.kernels import torch_kernels
-from tensorwire.parameter_server.messaging.messages import DensePush, Load, TablePush
+from tensorwire.parameter_server.messaging.messages import DensePush, Load, TableIds, TablePush
 from tensorwire.parameter_server.server.state import Copied, FrozenShard, Moved, ShardState
 from tensorwire.parameter_server.storage.table import Rows
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
@@ -172,9 +172,10 @@ def _loaded(push: Push) -> Push:
     """A push with gradients in the place of numbers."""
     ids = torch.tensor([real_ids()[each] for each in sorted(push.load)], dtype=torch.int64)
     ones = torch.ones(len(ids))
-    table = TablePush(ids, (ones.reshape(-1, 1),), _RULE.hyper())
+    rows = TableIds((TABLE,), (len(ids),), ids)
+    table = TablePush(rows, (ones.reshape(-1, 1),), (_RULE.hyper(),))
     dense = DensePush({torch.float32: (ones,)}, frozenset(), _dense().groups)
-    return replace(push, load=Load({TABLE: table}, {DENSE: dense}))
+    return replace(push, load=Load((table,), {DENSE: dense}))
 
 
 def _count(history: History) -> int:
