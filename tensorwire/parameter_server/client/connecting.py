@@ -13,7 +13,7 @@ from tensorwire.checkpoint import Checkpoint
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.cache import Cache
 from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy
-from tensorwire.parameter_server.client.finding import lives_to_come, role_or_names
+from tensorwire.parameter_server.client.finding import lives_to_come, most_servers, role_or_names
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions import views
@@ -57,7 +57,8 @@ def connect(
     Args:
         servers: names of the workers that keep the state, each its share; or their role under
             rpcrun, such as ``"ps"``: then those that had been started by the time of this worker.
-        backups: servers that have a copy of each share, and take over when its own is lost.
+        backups: servers that have a copy of each share, and take over when its own is lost; with
+            a role, as soon as there are so many.
         consistency: ``ps.BSP()``, which is the default, ``ps.SSP(steps)`` or ``ps.Async()``.
         trainers: how many wait for each other to begin. Default: all of this worker's role that
             rpcrun had started by the time that it started the last of those who wait; without
@@ -87,8 +88,9 @@ def connect(
     role, names = role_or_names("connect", servers)
     if grow and not role:
         raise ValueError(f"connect: grow=True needs a role for servers, not {names!r}")
-    if backups >= len(names):
-        raise ValueError(f"connect: backups={backups} needs more than {len(names)} servers")
+    most = most_servers(role, names)
+    if backups >= most:
+        raise ValueError(f"connect: backups={backups} needs more than {most} servers")
     if trainers is not None:
         whole("connect", "trainers", trainers)
     settings = settings_of(consistency, names, trainers or 0, role, grow)

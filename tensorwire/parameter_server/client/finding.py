@@ -49,6 +49,12 @@ def role_or_names(where: str, servers: Sequence[str] | str) -> tuple[str, list[s
     return servers, sorted(names, key=_number)
 
 
+def most_servers(role: str, names: Sequence[str]) -> int:
+    """The number of servers that there can be: those named, or as many as the role can have."""
+    roles = extend.JobRoles.of(os.environ).roles
+    return max(len(names), roles[role].most) if role in roles else len(names)
+
+
 def role_members(role: str) -> list[str]:
     """The names of the workers of a role that are in the group now, by number."""
     found = [each.name for each in rpc.workers(f"{role}:") if Server(each.name, 0).is_of(role)]

@@ -166,7 +166,7 @@ class TestARoleOfServers:
         group.join("ps:0")
         with as_worker(group.join("trainer:0")):
             cluster = ps.connect("ps", grow=grow)
-            assert heads(cluster) == ["ps:0"]
+            until(lambda: heads(cluster) == ["ps:0"])
             table = counts(cluster)
             table.push(IDS, ONES)
             group.join("ps:1")
@@ -178,13 +178,32 @@ class TestARoleOfServers:
             assert table.pull(IDS).unique().tolist() == [2.0]
             cluster.finish()
 
+    def test_has_backups_once_enough_of_them_are_there(
+        self, roles: Callable[[str, int], None], group: Group
+    ) -> None:
+        roles("ps=1/2,trainer=1/1", 1)
+        group.join("ps:0")
+        with as_worker(group.join("trainer:0")):
+            with pytest.raises(ValueError, match="backups=2 needs more than 2 servers"):
+                ps.connect("ps", backups=2)
+            cluster = ps.connect("ps", backups=1, grow=True)
+            table = counts(cluster)
+            table.push(IDS, ONES)
+            newcomer = group.join("ps:1")
+            until(lambda: heads(cluster) == ["ps:0", "ps:1"])
+            table.push(IDS, ONES)
+            until(lambda: all(len(each.chain) == 2 for each in cluster.session.view.shards))
+            newcomer.shutdown(graceful=False)
+            assert table.pull(IDS).unique().tolist() == [2.0]
+            cluster.finish()
+
     def test_begins_with_those_that_had_been_started_and_those_that_are_there(
         self, roles: Callable[[str, int], None]
     ) -> None:
         roles("ps=2/4,trainer=1/4", 1)
 
         def go() -> list[str]:
-            return heads(ps.connect("ps"))
+            return [server.name for server in ps.connect("ps").session.view.servers]
 
         with local_group("ps:0", "ps:1", "ps:2", "trainer:0") as group:
             assert run([group[-1]], [go]) == [["ps:0", "ps:1", "ps:2"]]

@@ -1,0 +1,47 @@
+"""A trainer of parameter servers that come and go with its job.
+
+    elastic.py FOLDER bsp|async [BACKUPS]
+
+Each step adds 1 to every row. It trains until there is a file ``FOLDER/end``, and writes after
+each step how far it is to ``FOLDER/NAME.progress``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import rpc
+from tensorwire import parameter_server as ps
+
+CONSISTENCIES = {"bsp": ps.BSP(), "async": ps.Async()}
+
+
+def main() -> None:
+    folder, me = Path(sys.argv[1]), os.environ["RPC_WORKER_NAME"]
+    backups = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    rpc.init_rpc(rpc_backend_options=rpc.TensorWireRpcBackendOptions(liveness_timeout=8))
+    cluster = ps.connect("ps", consistency=CONSISTENCIES[sys.argv[2]], backups=backups, grow=True)
+    table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+    ids, down = torch.arange(100), -torch.ones(100, 2)
+    cluster.join()
+    while not (folder / "end").exists():
+        table.push(ids, down)
+        progress = {"pid": os.getpid(), "steps": cluster.step, "at": time.time()}
+        progress |= {"rows": table.pull(ids).unique().tolist()}
+        progress |= {"incarnation": rpc.extend.life_of(me).incarnation}
+        draft = folder / f"{me}.draft"
+        draft.write_text(json.dumps(progress))
+        draft.rename(folder / f"{me}.progress")
+        time.sleep(0.02)
+    cluster.finish()
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main()
