@@ -144,7 +144,7 @@ def _connect(machine: Machine) -> None:
 @contextlib.contextmanager
 def _network() -> Iterator[int]:
     """A process that holds a network of its own."""
-    holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+    holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], start_new_session=True)
     try:
         ours = os.stat("/proc/self/ns/net").st_ino
         until(lambda: os.stat(f"/proc/{holder.pid}/ns/net").st_ino != ours)

@@ -15,6 +15,7 @@ A key is sent as torch's clients send it, with a slash in front, so both see the
 from __future__ import annotations
 
 import enum
+import errno
 import hashlib
 import hmac
 import logging
@@ -47,6 +48,8 @@ _LENGTH: Final = struct.Struct("<Q")
 _NUMBER: Final = struct.Struct("<q")
 _LONGEST_REPLY: Final = 1 << 26
 _MOST_TRIES: Final = 5
+_SECONDS_BETWEEN_ATTEMPTS: Final = 0.1
+_NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.ENETDOWN)
 _NO_RUN: Final = b"0" * 16
 _SECONDS_TO_PROVE: Final = 5.0
 _PIPELINE: Final = 64
@@ -113,6 +116,10 @@ class _ClosedError(StoreLostError):
     """The store closed the connection."""
 
 
+class _SilentError(StoreLostError):
+    """Nothing came on a connection in time."""
+
+
 class _Connection:
     """One connection. Every method returns or raises by ``deadline``, a monotonic time."""
 
@@ -152,7 +159,7 @@ class _Connection:
         try:
             self._socket.sendall(data)
         except TimeoutError:
-            raise StoreLostError(self._silence()) from None
+            raise _SilentError(self._silence()) from None
 
     def receive(self, size: int) -> bytes:
         """Reads exactly ``size`` bytes; says in the log if that takes long."""
@@ -165,7 +172,7 @@ class _Connection:
                 chunk = self._socket.recv(size - len(received))
             except TimeoutError:
                 if time.monotonic() >= self.deadline:
-                    raise StoreLostError(self._silence()) from None
+                    raise _SilentError(self._silence()) from None
                 if time.monotonic() >= began + silence:
                     _logger.warning(
                         "the group's store at %s has not answered for %g s; is the "
@@ -222,7 +229,7 @@ class _Connection:
     def _left(self) -> float:
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise StoreLostError(self._silence())
+            raise _SilentError(self._silence())
         return min(left, threading.TIMEOUT_MAX)
 
     def _silence(self) -> str:
@@ -245,6 +252,9 @@ class TcpStoreClient(Store):
     Attributes:
         prefix: what the names of all keys begin with in the store.
         until: the monotonic time at which the request under way fails at the latest.
+        attempt: seconds after which what was not answered is asked over another connection: where
+            a cable was cut, one that is there already is silent for as long again as the cut.
+            Default never. Not for :meth:`add`.
         server: kept alive as long as this, if this process hosts the store.
     """
 
@@ -256,6 +266,7 @@ class TcpStoreClient(Store):
         self._run = b""
         self.prefix = f"/job/{quote(job, safe='')}" if job else ""
         self.until = math.inf
+        self.attempt = math.inf
         self.server: object = None
         self._host = host
         self._port = port
@@ -325,6 +336,8 @@ class TcpStoreClient(Store):
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter and returns what it is then."""
         request = self._request(_Request.ADD, key) + _NUMBER.pack(amount)
+        if not amount:
+            return self._ask(request, _Connection.number)
         with self._lock:
             return self._ask_once(request, _Connection.number)
 
@@ -391,19 +404,32 @@ class TcpStoreClient(Store):
     # --- The connection
 
     def _ask(self, request: bytes, read: Callable[[_Connection], T], more: float = 0.0) -> T:
-        """Asks what may be asked twice: again, while the store closes the connection meanwhile."""
-        with self._lock:
-            for left in reversed(range(_MOST_TRIES)):
-                try:
-                    return self._ask_once(request, read, more)
-                except (_ClosedError, ConnectionResetError, BrokenPipeError):
-                    if not left:
-                        raise
-            raise AssertionError("the last try returns or raises")
+        """Asks what may be asked twice: again, while the store closes the connection meanwhile.
 
-    def _ask_once(self, request: bytes, read: Callable[[_Connection], T], more: float = 0.0) -> T:
+        With ``attempt``, also while nothing comes, or no way leads to the store's host.
+        """
+        closed = 0
+        with self._lock:
+            deadline = min(self.until, time.monotonic() + self._seconds + more)
+            while True:
+                try:
+                    attempt = time.monotonic() + self.attempt + more
+                    return self._ask_once(request, read, min(deadline, attempt))
+                except (_ClosedError, ConnectionResetError, BrokenPipeError):
+                    closed += 1
+                    if closed == _MOST_TRIES:
+                        raise
+                except OSError as error:
+                    is_over = time.monotonic() + _SECONDS_BETWEEN_ATTEMPTS >= deadline
+                    if is_over or self.attempt == math.inf or not _may_pass(error):
+                        raise
+                    time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+
+    def _ask_once(
+        self, request: bytes, read: Callable[[_Connection], T], deadline: float = math.inf
+    ) -> T:
         """Needs the lock."""
-        connection = self._connected(more)
+        connection = self._connected(deadline)
         try:
             connection.send(request)
             return read(connection)
@@ -412,8 +438,9 @@ class TcpStoreClient(Store):
             self._connection = None
             raise
 
-    def _connected(self, more: float = 0.0) -> _Connection:
-        deadline = min(self.until, time.monotonic() + self._seconds + more)
+    def _connected(self, deadline: float = math.inf) -> _Connection:
+        if deadline == math.inf:
+            deadline = min(self.until, time.monotonic() + self._seconds)
         if self._connection is not None and self._connection.is_closed():
             self._connection.close()
             self._connection = None
@@ -456,6 +483,13 @@ class TcpStoreClient(Store):
         place: Any = (plain_host(self._host), self._port)  # the stubs know of no bytes here
         connected = socket.create_connection(place, left)
         return _Connection(connected, f"{self._host}:{self._port}", deadline)
+
+
+def _may_pass(error: OSError) -> bool:
+    """True of a failure after which the store may answer soon, as when a cable is mended."""
+    if isinstance(error, StoreLostError):
+        return isinstance(error, _SilentError)
+    return isinstance(error, TimeoutError) or error.errno in _NO_WAY
 
 
 def _wait(connection: _Connection, seconds: float) -> bool:

@@ -48,6 +48,7 @@ from rpc.extend import (
     prompt_signals,
 )
 from tensorwire.launch.board import Board
+from tensorwire.launch.chronicle import Chronicle, describe_starts
 from tensorwire.launch.endpoint import is_loopback
 from tensorwire.launch.flags import Shown, Streams
 from tensorwire.launch.group_members import GroupMembers
@@ -63,7 +64,7 @@ from tensorwire.launch.processes import (
     not_started,
 )
 from tensorwire.launch.rendezvous import NAMESPACE, TensorWireRendezvous
-from tensorwire.launch.report import ProgressLine, describe_end, describe_exit, describe_plan
+from tensorwire.launch.report import ProgressLine, describe_end, describe_plan
 from tensorwire.launch.roles import Role, digest
 from tensorwire.launch.seats import Left, Met
 from tensorwire.launch.silence import Silence
@@ -184,7 +185,6 @@ class RoleAgent(SimpleElasticAgent):
         self._failures: dict[int, ProcessFailure] = {}
         self.failure: Failure | None = None
         self.is_dismissed = False
-        self._told_of: set[str] = set()
         self._values: dict[int, Any] = {}
         self._not_started: list[Ended] = []
         self._stores: dict[str, StoreServer] = {}
@@ -213,6 +213,7 @@ class RoleAgent(SimpleElasticAgent):
         self._node = Node(
             str(group_rank), group_rank, socket.gethostname(), offers, self._spare, hosts=hosts
         )
+        self._chronicle = Chronicle(self._node.id)
         self._workers.clear()
         return []
 
@@ -343,25 +344,20 @@ class RoleAgent(SimpleElasticAgent):
         for event in events:
             if isinstance(event, Left):
                 _logger.warning("agent %s gives no sign of life; it is struck out", event.node)
-        self._tell_of_dismissals(plan)
+        running = [process.seat.name for process in self._processes.values()]
+        for line in self._chronicle.lines(plan, running):
+            _logger.warning(line)
         lost = self._lost()
         ending = [each.seat.name for each in self._processes.values() if each.is_ending] * bool(
             lost
         )
-        for effect in self._steward.act(now, plan, lost, ending):
+        effects = self._steward.act(now, plan, lost, ending)
+        if starts := describe_starts([each.seat for each in effects if isinstance(each, Start)]):
+            _logger.warning(starts)
+        for effect in effects:
             self._perform(effect, plan)
         self._progress.show(describe_plan(plan, lambda seat: seat.id in self._processes))
         return plan
-
-    def _tell_of_dismissals(self, plan: Plan) -> None:
-        for each in plan.dismissals:
-            if each.node not in self._told_of and each.node != self._node.id:
-                self._told_of.add(each.node)
-                _logger.warning(
-                    "agent %s on %s is taken out of the job, which goes on: %s failed with %s and "
-                    "has no restarts left there", each.node, each.failure.host, each.failure.who,
-                    describe_exit(each.failure.exit_code),
-                )  # fmt: skip
 
     def _poll(self) -> list[Ended]:
         found = []
@@ -382,11 +378,16 @@ class RoleAgent(SimpleElasticAgent):
         if end.exit_code == 0:
             self._values[process.seat.id] = process.value
         else:
-            level = logging.INFO if end.stopped else logging.WARNING
-            _logger.log(level, "%s (process %d) %s", name, process.id, how)
+            _logger.log(self._level(end.stopped), "%s (process %d) %s", name, process.id, how)
         if failure is not None and not end.stopped:
             self._failures[process.seat.id] = failure
         self._members.ended(name, process.id, f"its process {how}")
+
+    def _level(self, is_expected: bool) -> int:
+        """The level of a line about the end of one worker."""
+        if self._chronicle.is_returning:
+            return logging.DEBUG  # of all of them there was one line
+        return logging.INFO if is_expected else logging.WARNING
 
     def _silent(self, plan: Plan) -> list[str]:
         """The nodes that give no sign of life."""
@@ -420,15 +421,14 @@ class RoleAgent(SimpleElasticAgent):
         elif isinstance(effect, Kill):
             if effect.seat in self._processes:
                 process = self._processes[effect.seat]
-                _logger.warning("%s is killed: %s", process.seat.name, effect.why)
+                level = self._level(False)
+                _logger.log(level, "%s is killed: %s", process.seat.name, effect.why)
                 process.kill()
         elif isinstance(effect, HostStore):
             self._host_store(effect)
 
     def _start(self, seat: Seat, plan: Plan) -> None:
         local = self._local_place(seat, plan)
-        if seat.life > 1:
-            _logger.warning("%s starts again, as life %d", seat.name, seat.life)
         try:
             self._members.begins(seat.name, seat.life)
             process = self._process(seat, local, plan)

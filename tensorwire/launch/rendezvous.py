@@ -76,6 +76,8 @@ _BEAT_SECONDS = 1
 _BEATS_MISSED = 5
 _LOOK_SECONDS = 0.05
 _SECONDS_BETWEEN_TRIES = 0.2
+_SECONDS_OF_AN_ATTEMPT = 1.5
+"""Seconds after which what the store did not answer is asked over another connection."""
 _LONGEST_ATTEMPT = 2.0
 _TOLD_AT, _TOLD_EVERY = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0), 10.0
 _SECONDS_TO_STOP = 5.0
@@ -200,15 +202,15 @@ class TensorWireRendezvous(RendezvousHandler):
             return f"another process of this host listens at {where}, and does not answer ({why})"
         return f"nobody hosts the store at {where} yet ({why}); this host's addresses are {mine}"
 
-    def _connect(self) -> StoreClient:
-        """Another connection to the store.
+    def _connect(self, seconds: float = 0.0) -> StoreClient:
+        """Another connection to the store, of which a request may take so long.
 
         Raises:
             RendezvousConnectionError: it was given another key, or is none of ours.
         """
-        client = StoreClient(
-            self._host, self._port, self._read_seconds, self.group_key, self._run_id
-        )
+        seconds = seconds or self._read_seconds
+        client = StoreClient(self._host, self._port, seconds, self.group_key, self._run_id)
+        client.attempt = _SECONDS_OF_AN_ATTEMPT
         try:
             client.connect()
             if not self.group_key and client.has_closed_part():
@@ -340,8 +342,9 @@ class TensorWireRendezvous(RendezvousHandler):
         if self.is_closed():
             raise RendezvousClosedError(f"the job {self._run_id!r} is over")
         self._number = self._values.add("nodes") - 1
-        values = key_values(self._connect(), self.group_key, NAMESPACE)
-        self._beat = _Beat(values, f"beat/{self._number}", self.beat_seconds)
+        values = key_values(self._connect(_SECONDS_OF_AN_ATTEMPT), self.group_key, NAMESPACE)
+        key, patience = f"beat/{self._number}", float(self._read_seconds)
+        self._beat = _Beat(values, key, self.beat_seconds, patience)
         try:
             self._wait_for_others()
         except BaseException:
@@ -420,23 +423,30 @@ class TensorWireRendezvous(RendezvousHandler):
 
 
 class _Beat:
-    """Gives signs of life on a thread and a connection of its own."""
+    """Gives signs of life on a thread and a connection of its own.
 
-    def __init__(self, values: KeyValueStore, key: str, seconds: float) -> None:
+    One that fails is given again, over another connection, until the patience is at an end: a
+    cable that was cut may be mended.
+    """
+
+    def __init__(self, values: KeyValueStore, key: str, seconds: float, patience: float) -> None:
         self._values, self._key, self._seconds = values, key, seconds
+        self._patience = patience
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rpcrun-beat", daemon=True)
         self._values.add(key)
         self._thread.start()
 
     def _run(self) -> None:
+        heard = time.monotonic()
         while not self._over.wait(self._seconds):
             try:
                 self._values.add(self._key)
+                heard = time.monotonic()
             except RpcError as error:
-                if not self._over.is_set():
-                    _logger.error("the store of the rendezvous was lost: %s", error)
-                return
+                if self._over.is_set() or time.monotonic() - heard > self._patience:
+                    return  # whoever reads the plan says that the store is gone
+                _logger.debug("no sign of life could be given: %s", error)
 
     def stop(self) -> None:
         self._over.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import select
 import socket
 import threading
 import time
@@ -140,3 +142,45 @@ def test_a_wrong_server_cannot_have_it_allocate_at_will(frozen: socket.socket) -
     with pytest.raises(StoreLostError, match="sent a value of"):
         client.compare_set("key", "", "value")
     answering.join()
+
+
+def test_what_a_connection_swallows_is_asked_again_over_another(port: int) -> None:
+    """As after a cut, from which a connection that is there already recovers late."""
+    swallowed: list[socket.socket] = []
+
+    def relay(listener: socket.socket) -> None:
+        swallowed.append(listener.accept()[0])
+        connected = listener.accept()[0]
+        with connected, socket.create_connection(("127.0.0.1", port)) as onward:
+            ends = {connected: onward, onward: connected}
+            while True:
+                for ready in select.select(list(ends), [], [])[0]:
+                    data = ready.recv(4096)
+                    if not data:
+                        return
+                    ends[ready].sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=relay, args=(listener,))
+        thread.start()
+        client = TcpStoreClient("127.0.0.1", listener.getsockname()[1], 60)
+        client.attempt = 0.1
+        client.set("key", "value")
+        client.attempt = 60
+        assert client.get("key") == b"value"
+        assert client.add("count", 0) == 0
+        assert len(swallowed) == 1
+        del client
+        gc.collect()
+        thread.join()
+        swallowed[0].close()
+
+
+def test_an_attempt_is_not_the_last_before_the_deadline(frozen: socket.socket) -> None:
+    client = TcpStoreClient("127.0.0.1", frozen.getsockname()[1], 0.5)
+    client.attempt = 0.05
+    with pytest.raises(StoreLostError, match="did not answer in time"):
+        client.check(["key"])
+    frozen.settimeout(5)
+    for _ in range(2):  # more than one connection came
+        frozen.accept()[0].close()

@@ -1,8 +1,8 @@
-"""A trainer of parameter servers that come and go with its job.
+"""A server or a trainer of a parameter server that grows with its job.
 
     elastic.py FOLDER bsp|async [BACKUPS]
 
-Each step adds 1 to every row. It trains until there is a file ``FOLDER/end``, and writes after
+Each step adds 1 to every row. A trainer trains until there is a file ``FOLDER/end``, and writes after
 each step how far it is to ``FOLDER/NAME.progress``.
 """
 
@@ -26,7 +26,14 @@ def main() -> None:
     folder, me = Path(sys.argv[1]), os.environ["RPC_WORKER_NAME"]
     backups = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     rpc.init_rpc(rpc_backend_options=rpc.TensorWireRpcBackendOptions(liveness_timeout=8))
-    cluster = ps.connect("ps", consistency=CONSISTENCIES[sys.argv[2]], backups=backups, grow=True)
+    if os.environ["ROLE_NAME"] == "ps":
+        ps.serve()
+    else:
+        train(folder, me, sys.argv[2], backups)
+
+
+def train(folder: Path, me: str, consistency: str, backups: int) -> None:
+    cluster = ps.connect("ps", consistency=CONSISTENCIES[consistency], backups=backups, grow=True)
     table = cluster.table("counts", 2, ps.SGD(lr=1.0))
     ids, down = torch.arange(100), -torch.ones(100, 2)
     cluster.join()
