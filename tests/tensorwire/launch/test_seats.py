@@ -119,7 +119,7 @@ def test_an_agent_that_goes_leaves_its_seats_to_the_next_that_joins() -> None:
 def test_spare_seats_take_the_place_of_those_of_an_agent_that_died() -> None:
     job = Job("ps:1,service", "trainer:2", nodes=2, spare=2)
     job.leave(0)
-    assert job.says("ps") == "1:run2 1:run2"
+    assert job.says("ps") == "1:run2 1:run1"
     assert job.says("trainer") == "1:run2 -:nothing1 1:run1 1:run1"
 
 

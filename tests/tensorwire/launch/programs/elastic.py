@@ -2,8 +2,8 @@
 
     elastic.py FOLDER bsp|async [BACKUPS]
 
-Each step adds 1 to every row. A trainer trains until there is a file ``FOLDER/end``, and writes after
-each step how far it is to ``FOLDER/NAME.progress``.
+Each step adds 1 to every row. A trainer trains until there is a file ``FOLDER/end``, and writes
+after each step how far it is to ``FOLDER/NAME.progress``.
 """
 
 from __future__ import annotations
