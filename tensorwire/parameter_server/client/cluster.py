@@ -435,9 +435,9 @@ class Cluster:
         """The tables that were declared here."""
         return list(self._tables.values())
 
-    def known(self, name: str) -> Table:
-        """A table that was declared here."""
-        return self._tables[name]
+    def known(self, *names: str) -> list[Table]:
+        """Tables that were declared here."""
+        return [self._tables[name] for name in names]
 
     def send(
         self,

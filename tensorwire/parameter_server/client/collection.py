@@ -120,7 +120,8 @@ class _Batch:
         features: the ids of each feature.
         ids: for each group the different ids.
         places: for each group the places of all ids among those.
-        poolings: for each group how bags are summed; of bags only.
+        poolings: for each group how one kernel sums the bags of its features, or None.
+        slow: features that torch sums, by their places in the collection.
     """
 
     given: list[Any]
@@ -129,6 +130,7 @@ class _Batch:
     ids: list[TableIds]
     places: list[Tensor]
     poolings: list[Pooling | None] = field(default_factory=list)
+    slow: set[int] = field(default_factory=set)
 
     def is_of(self, tensors: list[Any], versions: list[Any]) -> bool:
         """True if it was made of just these tensors."""
@@ -177,7 +179,7 @@ class _Collection(Lookup):
     def _batch(self, ids: Any) -> _Batch:
         where = type(self).__name__
         tensors = given(where, self._names, self._weighted, ids)
-        versions = [_version(each) for each in tensors]
+        versions = [t._version if isinstance(t, Tensor) else _version(t) for t in tensors]
         for place, batch in enumerate(self._batches):
             if batch.is_of(tensors, versions):
                 self._batches = self._batches[place + 1 :]
@@ -198,7 +200,7 @@ class _Collection(Lookup):
         trained = {
             table.name: table.gradient
             for number, table in enumerate(self.tables)
-            if getattr(self, f"rows_{number}").requires_grad
+            if self._parameters[f"rows_{number}"].requires_grad
         }
         for group, ids in zip(self._groups, batch.ids, strict=True):
             rows = to_device(group.tables[0].cluster.rows.fetch(ids), device)
@@ -259,7 +261,7 @@ def _groups(features: Sequence[Feature]) -> list[_Group]:
 
 def _distinct(group: _Group, features: Sequence[FeatureIds]) -> tuple[TableIds, Tensor]:
     """The different ids of each table, and the place of each id among them."""
-    sizes = [len(feature.ids) for feature in features]
+    sizes = [feature.ids.numel() for feature in features]
     if len(sizes) > len(group.tables):
         begins = [0, *accumulate(group.counts)]
         sizes = [sum(sizes[a:b]) for a, b in pairwise(begins)]
@@ -319,7 +321,7 @@ class EmbeddingBagCollection(_Collection):
         together = None
         if fast:
             together = pooled([p for p, _ in fast], [own for _, own in fast], self._columns[-1])
-        slow = self._one_by_one(batch, rows)
+        slow = self._one_by_one(batch, rows) if batch.slow else {}
         if together is not None and not slow:
             return KeyedTensor(self._names, together.split_with_sizes(self._dims, 1), together)
         parts = [
@@ -336,14 +338,16 @@ class EmbeddingBagCollection(_Collection):
 
     def _pool(self, batch: _Batch) -> None:
         """Says how each group's bags are summed by one kernel; not at all if none can be."""
+        ids = enumerate(zip(batch.features, self._modes, strict=True))
+        batch.slow = {place for place, (each, mode) in ids if not _is_fast(each, mode)}
         for group, places in zip(self._groups, batch.places, strict=True):
-            mine = [p for p in group.features if self._is_fast(p, batch.features[p])]
+            mine = [p for p in group.features if p not in batch.slow]
             if not mine:
                 batch.poolings.append(None)
                 continue
             whole = len(mine) == len(group.features)
             if not whole:
-                sizes = [len(batch.features[p].ids) for p in group.features]
+                sizes = [batch.features[p].ids.numel() for p in group.features]
                 parts = zip(group.features, places.split_with_sizes(sizes), strict=True)
                 places = torch.cat([own for p, own in parts if p in mine])
             batch.poolings.append(
@@ -356,24 +360,24 @@ class EmbeddingBagCollection(_Collection):
                 )
             )
 
-    def _is_fast(self, place: int, ids: FeatureIds) -> bool:
-        """True if a kernel sums this feature; else torch does."""
-        weights = ids.weights
-        plain = weights is None or (weights.dtype == torch.float32 and not weights.requires_grad)
-        return (
-            plain and self._modes[place] != "max" and ids.ids.is_cpu and kernels().NAME == "numba"
-        )
-
     def _one_by_one(self, batch: _Batch, rows: Sequence[Tensor]) -> dict[int, Tensor]:
         """The vectors of features that torch sums."""
         found = {}
         for group, places, own in zip(self._groups, batch.places, rows, strict=True):
-            sizes = [len(batch.features[p].ids) for p in group.features]
+            sizes = [batch.features[p].ids.numel() for p in group.features]
             for p, at in zip(group.features, places.split_with_sizes(sizes), strict=True):
-                ids, mode = batch.features[p], self._modes[p]
-                if not self._is_fast(p, ids):
-                    found[p] = _by_torch(ids, at, own, mode or self.mode)
+                if p in batch.slow:
+                    mode = self._modes[p] or self.mode
+                    found[p] = _by_torch(batch.features[p], at, own, mode)
         return found
+
+
+def _is_fast(ids: FeatureIds, mode: str | None) -> bool:
+    """True if a kernel sums this feature; else torch does."""
+    weights = ids.weights
+    if weights is not None and (weights.dtype != torch.float32 or weights.requires_grad):
+        return False
+    return mode != "max" and ids.ids.is_cpu and kernels().NAME == "numba"
 
 
 def _columns_of(together: Tensor | None, begin: int, end: int) -> Tensor:

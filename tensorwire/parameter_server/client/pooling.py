@@ -78,8 +78,8 @@ class Pooling:
         return _column(found, self.features)
 
 
-def _column(parts: Sequence[Tensor | None], features: Sequence[FeatureIds]) -> Tensor:
-    if not any(part is not None for part in parts):
+def _column(parts: list[Tensor | None], features: Sequence[FeatureIds]) -> Tensor:
+    if parts.count(None) == len(parts):
         return torch.empty(0, 1)
     whole = [
         torch.ones(len(feature.ids)) if part is None else part.detach().float()
@@ -104,8 +104,8 @@ def _even(features: int, batch: int, each: int) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(features: Sequence[FeatureIds]) -> Tensor:
-    size = len(features[0].ids)
-    alike = {len(feature.ids) for feature in features} == {size}
+    size = features[0].ids.numel()
+    alike = {feature.ids.numel() for feature in features} == {size}
     if alike and 0 < size < _RADIX:
         rows = torch.stack([feature.ids for feature in features])
         begins = torch.arange(0, len(features) * size, size).unsqueeze(1)
@@ -197,7 +197,7 @@ def _backward(
     for pooling, shape in zip(poolings, shapes, strict=True):
         total = torch.empty(shape) if pooling.covers else torch.zeros(shape)
         _, bags = pooling.bags()
-        ends = np.cumsum([len(feature.ids) for feature in pooling.features])
+        ends = np.cumsum([feature.ids.numel() for feature in pooling.features])
         kernels().pool_back(
             flat,
             pooling.order().numpy(),

@@ -54,7 +54,7 @@ class RowFetcher:
 
     def _pull(self, ids: TableIds) -> Tensor:
         if not len(ids.ids):
-            return torch.empty(0, self._cluster.known(ids.tables[0]).dim)
+            return torch.empty(0, self._cluster.known(ids.tables[0])[0].dim)
         answer: Answer = self._cluster.send(None, [ids]).wait()
         return answer.rows[0]
 
@@ -77,8 +77,8 @@ class RowFetcher:
             wanted: by the name of the table, ids that are all different.
         """
         kinds: dict[Any, list[Table]] = {}
-        for name in wanted:
-            kinds.setdefault(self._cluster.known(name).kind, []).append(self._cluster.known(name))
+        for table in self._cluster.known(*wanted):
+            kinds.setdefault(table.kind, []).append(table)
         for tables in kinds.values():
             tables.sort(key=_order_of)
         return [_joined(tables, [wanted[t.name] for t in tables]) for tables in kinds.values()]
@@ -141,7 +141,7 @@ class RowFetcher:
             self._ready.append(each)
 
     def _step_rows(self, ids: TableIds, later: int) -> StepRows:
-        tables = [self._cluster.known(name) for name in ids.tables]
+        tables = self._cluster.known(*ids.tables)
         caches = [table.cache for table in tables if table.cache is not None]
         return StepRows(ids, self._cluster.step + later, tables[0].dim, caches)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from operator import itemgetter
 from typing import Any, Final
 
 from tensorwire.parameter_server.client.table import Table
@@ -44,9 +45,10 @@ class GroupRule:
     def __init__(self, table: Table, group: Mapping[str, Any]) -> None:
         self.table = table
         self._group = group
-        self._names = list(_hyper(table.rule))
-        self._seen: list[Any] = []
-        self._made: Rule | None = None
+        self._values = itemgetter("table", *_hyper(table.rule))
+        self._seen: Any = None
+        self._hyper: tuple[float, ...] | None = None
+        self._rests_at_zero = table.rule.rests_at_zero
 
     def follow(self) -> bool:
         """The table gets a rule with the hyper-parameters that the group has now.
@@ -55,10 +57,10 @@ class GroupRule:
             False if rows do not move at all with these.
         """
         table, group = self.table, self._group
-        if table.rule.rests_at_zero and group.get("lr") == 0.0:
+        if self._rests_at_zero and group.get("lr") == 0.0:
             return False
-        values = [group[name] for name in self._names]
-        if values == self._seen and table.rule is self._made:
+        values = self._values(group)
+        if values == self._seen and table.hyper is self._hyper:
             return True
         changed = {k: group[k] for k, old in _hyper(table.rule).items() if group[k] != old}
         for name in [each for each in changed if not _keeps_state(table.rule, each, group[each])]:
@@ -66,7 +68,8 @@ class GroupRule:
             self._leave(name)
         if changed:
             table.rule = replace(table.rule, **changed)  # type: ignore[type-var]
-        self._seen, self._made = values, table.rule
+        self._seen, self._hyper = values, table.hyper
+        self._rests_at_zero = table.rule.rests_at_zero
         return True
 
     def _leave(self, name: str) -> None:
