@@ -197,10 +197,11 @@ class _Collection(Lookup):
         """The rows of each group, where the ids are, with a gradient of their own."""
         found = []
         device = batch.features[0].ids.device
+        own = self._parameters.values()  # of this copy of the module
         trained = {
             table.name: table.gradient
-            for number, table in enumerate(self.tables)
-            if self._parameters[f"rows_{number}"].requires_grad
+            for table, rows in zip(self.tables, own, strict=True)
+            if rows is not None and rows.requires_grad
         }
         for group, ids in zip(self._groups, batch.ids, strict=True):
             rows = to_device(group.tables[0].cluster.rows.fetch(ids), device)
