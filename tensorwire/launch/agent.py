@@ -78,6 +78,7 @@ from tensorwire.launch.variables import (
     visible_device,
     worker_variables,
 )
+from tensorwire.launch.watched import AgentWatch, Watching, begin_watch
 
 _logger = logging.getLogger("rpcrun")
 
@@ -141,6 +142,7 @@ class RoleAgent(SimpleElasticAgent):
         key_file: a file with that key, which is deleted if this agent is killed.
         program: the job's program and its arguments as the user gave them; agents that were
             told others do not work together. Default the spec's.
+        watching: how the job can be looked at. Default not at all.
 
     Example::
 
@@ -166,6 +168,7 @@ class RoleAgent(SimpleElasticAgent):
         group_key: bytes = b"",
         key_file: str = "",
         program: Sequence[str] = (),
+        watching: Watching | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=0)
         given = tuple(roles) or (Role(spec.role, spec.local_world_size),)
@@ -192,6 +195,8 @@ class RoleAgent(SimpleElasticAgent):
         self._declared: list[str] = []
         self._has_left = True
         self._guardian: Guardian | None = None
+        self._watching = watching
+        self._watch: AgentWatch | None = None
         self._logs: Logs | None = None
         self._progress = ProgressLine(sys.stderr)
 
@@ -236,6 +241,9 @@ class RoleAgent(SimpleElasticAgent):
                 output.prefix,
                 filters,
             )
+        if self._watching is not None and self._watch is None:
+            run_id, node = self._facts.run_id, worker_group.group_rank or 0
+            self._watch = begin_watch(run_id, node, self._job_values, self._watching)
         self._round()
         return {}
 
@@ -254,6 +262,7 @@ class RoleAgent(SimpleElasticAgent):
             port = port if handler.use_agent_store else store.port
         most = handler.max_nodes if isinstance(handler, TensorWireRendezvous) else 0
         self._facts = JobFacts(handler.get_run_id(), host, port, url, most)
+        self._job_values = values
         author = f"rpcrun on {self._node.host}"
         self._members = GroupMembers(store, self._group_key, author)
         self._board = Board(values, self._min_nodes)
@@ -357,6 +366,9 @@ class RoleAgent(SimpleElasticAgent):
         for effect in effects:
             self._perform(effect, plan)
         self._progress.show(describe_plan(plan, lambda seat: seat.id in self._processes))
+        if self._watch is not None:
+            for process in self._watch.round(plan, self._processes):
+                process.kill()
         return plan
 
     def _poll(self) -> list[Ended]:
@@ -382,6 +394,8 @@ class RoleAgent(SimpleElasticAgent):
         if failure is not None and not end.stopped:
             self._failures[process.seat.id] = failure
         self._members.ended(name, process.id, f"its process {how}")
+        if self._watch is not None:
+            self._watch.ended(name, how)
 
     def _level(self, is_expected: bool) -> int:
         """The level of a line about the end of one worker."""
@@ -472,6 +486,8 @@ class RoleAgent(SimpleElasticAgent):
     def _variables(self, seat: Seat, local: LocalPlace, plan: Plan) -> dict[str, str]:
         variables = worker_variables(plan, seat, local, self._facts)
         variables |= inherited_variables(os.environ)
+        if self._watch is not None:
+            variables |= self._watch.variables
         if getattr(self._worker_group.spec, "virtual_local_rank", False):
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             variables["CUDA_VISIBLE_DEVICES"] = visible_device(local.rank, visible)
@@ -559,6 +575,9 @@ class RoleAgent(SimpleElasticAgent):
 
     def _let_go(self) -> None:
         self._progress.close()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         self._stores.clear()
         if self._template is not None:
             self._template.close()

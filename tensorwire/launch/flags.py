@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import get_args_parser
 
+import rpc
 from tensorwire.launch.job_file import JobFile, read_job_file
 from tensorwire.launch.roles import Role, RoleError, check_roles, has_count, parse_role
 
@@ -144,6 +146,20 @@ def make_parser() -> argparse.ArgumentParser:
     add("--insecure", action=check_env, help="Listen beyond this machine without a group key")
     add("--dropin", action=check_env, help="In the workers, torch.distributed.rpc stands for "
         "TensorWire; see tensorwire.dropin")  # fmt: skip
+    add("--dashboard", action=env, default="", metavar="[HOST:]PORT", help="Serve a page on which "
+        "the job can be watched, at 127.0.0.1 unless HOST says otherwise; needs "
+        "tensorwire[dashboard]")  # fmt: skip
+    add("--dashboard-tls", "--dashboard_tls", action=env, default="", metavar="CERT,KEY", help=
+        "Files with certificate and key of that page; beyond this machine it is served by TLS "
+        "only, or with --insecure")  # fmt: skip
+    add("--stall-timeout", "--stall_timeout", action=env, type=float, default=None, help="Seconds "
+        "without a step after which a worker is suspected to stand still, unless it was slower "
+        "before; 0 looks for none (120, after a minute of history)")  # fmt: skip
+    add("--restart-stalled", "--restart_stalled", action=check_env, help="Kill workers that stand "
+        "still and for which others wait, so that they start again")  # fmt: skip
+    add(
+        "--version", action="version", version=f"rpcrun {rpc.__version__}", help="Print the version"
+    )
     add("--dry-run", "--dry_run", action=check_env, help="Print what would be started, and end")
     return parser
 
@@ -172,6 +188,7 @@ def parse(argv: Sequence[str]) -> Command:
     arguments.role, roles = _roles(said, job.roles)
     forking = _forking(arguments, roles)
     arguments.start_method = arguments.start_method or _METHODS[0]
+    _check_watching(arguments)
     if arguments.spare < 0:
         raise FlagError(f"--spare={arguments.spare} is negative")
     command = Command(
@@ -196,6 +213,22 @@ def _forking(said: argparse.Namespace, roles: Sequence[Role]) -> Forking:
         return Forking.ALL
     is_wanted = said.start_method is None and any(role.is_of_tensorwire for role in roles)
     return Forking.SERVERS if is_wanted and not said.dropin else Forking.NOBODY
+
+
+def _check_watching(arguments: argparse.Namespace) -> None:
+    least = arguments.stall_timeout
+    if least is not None and not 0 <= least < math.inf:
+        raise FlagError(f"--stall-timeout={least:g} must be seconds, 0 for none")
+    if arguments.restart_stalled and least == 0:
+        raise FlagError("--restart-stalled needs a --stall-timeout above 0")
+    if arguments.dashboard and not re.fullmatch(r"(\S+:)?\d{1,5}", arguments.dashboard):
+        raise FlagError(
+            f"--dashboard={arguments.dashboard}: give [HOST:]PORT, such as 8265 or 10.0.0.1:8265"
+        )
+    if arguments.dashboard_tls and arguments.dashboard_tls.count(",") != 1:
+        raise FlagError(
+            f"--dashboard-tls={arguments.dashboard_tls}: give two files, CERTIFICATE,KEY"
+        )
 
 
 def _known_flags(parser: argparse.ArgumentParser) -> dict[str, bool]:

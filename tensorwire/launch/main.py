@@ -48,6 +48,9 @@ from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler
 from tensorwire.launch.report import describe_dismissal, describe_failure
 from tensorwire.launch.roles import RoleError, Share
 from tensorwire.launch.template import Template
+from tensorwire.launch.watched import Watching
+from tensorwire.watching import terminal
+from tensorwire.watching.watch import StallPolicy
 
 _logger = logging.getLogger("rpcrun")
 
@@ -77,8 +80,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(argv: Sequence[str]) -> int:
     """Runs ``rpcrun`` with a command line, and returns its exit code."""
     _log_to_stderr()
+    if argv and argv[0] in terminal.COMMANDS and not os.path.exists(argv[0]):
+        return terminal.run(argv)
     try:
         command = parse(argv)
+        _check_page(command)
         settle_rendezvous(command)
         if command.arguments.dry_run:
             print(describe_start(command))
@@ -97,6 +103,40 @@ def run(argv: Sequence[str]) -> int:
             template.close()
         if key.is_ours:
             Path(key.path).unlink(missing_ok=True)  # the guardian may have done so
+
+
+def _check_page(command: Command) -> None:
+    """Refuses a page that cannot be served, or that anybody could listen to.
+
+    Raises:
+        FlagError: says why.
+    """
+    said = command.arguments
+    if not said.dashboard:
+        return
+    if not command.roles:
+        raise FlagError("--dashboard shows jobs with roles; give --role NAME:COUNT")
+    try:
+        from tensorwire.watching.dashboard.server import is_loopback as is_here
+        from tensorwire.watching.dashboard.server import parse_address
+    except ImportError as error:
+        raise FlagError(
+            f"--dashboard needs pip install 'tensorwire[dashboard]' ({error})"
+        ) from None
+    host, _ = parse_address(said.dashboard)
+    if not is_here(host) and not said.dashboard_tls and not said.insecure:
+        raise FlagError(
+            f"--dashboard={said.dashboard} can be listened to on the network: give --dashboard-tls "
+            "CERTIFICATE,KEY, or --insecure"
+        )
+
+
+def _watching(command: Command) -> Watching:
+    said = command.arguments
+    least = said.stall_timeout
+    policy = StallPolicy(120.0 if least is None else least, least is not None, said.restart_stalled)
+    certificate, _, key = said.dashboard_tls.partition(",")
+    return Watching(policy, said.dashboard, (certificate, key) if key else None)
 
 
 def _log_to_stderr() -> None:
@@ -317,4 +357,5 @@ def _agent(
         shutdown_timeout=getattr(config, "shutdown_timeout", None) or 30,
         program=_program_as_told(command),
         key_file=key.path if key.is_ours else "",
+        watching=_watching(command),
     )

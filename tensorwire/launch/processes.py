@@ -216,6 +216,7 @@ class WorkerProcess:
         given = {"envs": {0: variables}, "logs_specs": logs, "log_line_prefixes": {0: prefix}}
         self._context = _forked(seat, program, given) or _started(seat, program, given)
         self.id: int = self._context.pids()[0]
+        self.folder: str = logs.root_log_dir
 
     def poll(self) -> tuple[Ended, ProcessFailure | None] | None:
         """Returns how it ended; None while it runs."""

@@ -468,6 +468,8 @@ class Cluster:
             if push is not None or skip:
                 gone = self._whole(push)
             number, asked = self.session.send(gone, wanted, dense)
+        if gone is not None:
+            self.session.worker.progress.count()
 
         def finish(timeout: float | None) -> Answer | None:
             try:
@@ -547,7 +549,14 @@ class Cluster:
             raise TypeError(f"snapshot: extra={extra!r} is no plain JSON data: {error}") from None
         path = str(Path(folder).absolute())
         what = orders.TakeSnapshot(path, "", extra)
-        return Saving(lambda: self.session.servers.ask_coordinator(what, patient=False))
+        progress = self.session.worker.progress
+
+        def take() -> Snapshot:
+            with progress.phase("snapshot"):
+                taken: Snapshot = self.session.servers.ask_coordinator(what, patient=False)
+            return taken
+
+        return Saving(take)
 
     def resize(self, servers: Sequence[str] | str | None = None, *, timeout: float = 60.0) -> None:
         """Has these servers keep everything from now on, while training goes on.
@@ -567,8 +576,9 @@ class Cluster:
         role, names = role_or_names("resize", self._role() if servers is None else servers)
         worker = self.session.worker
         lives = those_there(role) if role else lives_to_come("resize", worker, names, timeout)
-        self.session.servers.ask_coordinator(orders.Resize(tuple(lives)))
-        self.session.refresh()
+        with worker.progress.phase("resize"):
+            self.session.servers.ask_coordinator(orders.Resize(tuple(lives)))
+            self.session.refresh()
 
     def _role(self) -> str:
         """The role of the present servers, for whoever names no others."""

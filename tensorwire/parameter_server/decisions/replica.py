@@ -182,6 +182,11 @@ class Replica:
         self._bound: Server | None = None
 
     @property
+    def parked(self) -> int:
+        """Pulls that wait for pushes of others."""
+        return len(self._reads)
+
+    @property
     def version(self) -> int:
         """The latest version of the chain that this server knows."""
         return self._log.version

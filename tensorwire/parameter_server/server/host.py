@@ -23,6 +23,7 @@ from tensorwire.parameter_server.messaging.calling import Caller
 from tensorwire.parameter_server.messaging.settings import Meeting
 from tensorwire.parameter_server.metrics import text_of
 from tensorwire.parameter_server.server import available
+from tensorwire.parameter_server.server.facts import facts_of
 from tensorwire.parameter_server.server.loading import load_kernels
 from tensorwire.parameter_server.server.node import Node, _turned_away
 from tensorwire.parameter_server.server.shard import Call
@@ -56,6 +57,7 @@ class Host:
         self._threads: set[threading.Thread] = set()
         self._closed = threading.Event()
         self._forget = worker.on_membership(self._heard)
+        self._tell_no_more = worker.progress.add_source("parameter server", self._facts)
 
     def node(self, cluster: str) -> Node:
         """This server's part in a cluster."""
@@ -79,6 +81,7 @@ class Host:
         """Ends what runs here."""
         self._closed.set()
         self._forget()
+        self._tell_no_more()
         with self._lock:
             nodes, timers = list(self._nodes.values()), list(self._timers)
             threads = list(self._threads)
@@ -165,6 +168,11 @@ class Host:
             "age": time.monotonic() - self._born,
             "shards": {number: _described(shard) for number, shard in shards.items()},
         }
+
+    def _facts(self) -> dict[str, object]:
+        with self._lock:
+            nodes = dict(self._nodes)
+        return facts_of(nodes)
 
     def describe_all(self) -> dict[str, dict[str, Any]]:
         """The same by cluster."""

@@ -497,6 +497,7 @@ class Node:
 
     def _changed(self, shard: ShardServer, what: Any) -> None:
         """The state of a shard has changed; called by its lane."""
+        self.host.worker.progress.count()
         if isinstance(what, Reached) and isinstance(what.cut.action, orders.Freeze):
             kept = _UNWRITTEN if shard.replica.is_head else 0
             with shard.lane.state_lock:

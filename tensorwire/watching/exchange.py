@@ -1,0 +1,103 @@
+"""Brings the agents of a job together: each writes one value, which the others read.
+
+The value holds what an agent sees of its workers, what it asks of others, and its answers. The
+job's values are signed, so what strangers put there is not seen; a number in each only rises, and
+what an agent wrote earlier is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+_LARGEST: Final = 8 << 20
+
+
+class KeyValues(Protocol):
+    """A place that all agents of a job read and write."""
+
+    def set(self, key: str, value: bytes) -> object:
+        """Writes a value."""
+
+    def get(self, key: str) -> bytes | None:
+        """The value, None if there is none; does not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The value that one agent writes.
+
+    Args:
+        number: rises with each value.
+        wants: whether somebody looks at the job through this agent.
+        workers: what it sees of its workers, as data of ``WorkerView``.
+        questions: by number, each with the agent that is asked.
+        answers: by ``"AGENT:NUMBER"`` of the question.
+        alarms: standstills that this agent has found.
+    """
+
+    number: int
+    wants: bool = False
+    workers: tuple[Mapping[str, Any], ...] = ()
+    questions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    answers: Mapping[str, Any] = field(default_factory=dict)
+    alarms: tuple[str, ...] = ()
+
+
+class Exchange:
+    """One agent's part.
+
+    Args:
+        values: where the values lie.
+        node: this agent's number.
+    """
+
+    def __init__(self, values: KeyValues, node: int) -> None:
+        self._values, self._node = values, node
+        self._latest: dict[int, Told] = {}
+        self._number = 0
+
+    def write(self, make: Callable[[int], Told]) -> None:
+        """Writes this agent's value, made with the next number."""
+        self._number += 1
+        told = make(self._number)
+        fields = {name: getattr(told, name) for name in Told.__dataclass_fields__}
+        packed = zlib.compress(json.dumps(fields, default=str).encode(), 1)
+        self._values.set(_name(self._node), packed)
+
+    def read(self, nodes: Iterable[int]) -> dict[int, Told]:
+        """The latest value of each of these agents that has written one."""
+        for node in nodes:
+            found = self._values.get(_name(node))
+            told = None if found is None else _opened(found)
+            known = self._latest.get(node)
+            if told is not None and (known is None or told.number > known.number):
+                self._latest[node] = told
+        return {node: self._latest[node] for node in nodes if node in self._latest}
+
+    def forget(self, node: int) -> None:
+        """That agent is another one now: its numbers begin again."""
+        self._latest.pop(node, None)
+
+
+def _opened(found: bytes) -> Told | None:
+    """The content of a value; None if no agent has written it."""
+    try:
+        fields = json.loads(zlib.decompressobj().decompress(found, _LARGEST))
+        return Told(
+            int(fields["number"]),
+            bool(fields["wants"]),
+            tuple(fields["workers"]),
+            dict(fields["questions"]),
+            dict(fields["answers"]),
+            tuple(map(str, fields["alarms"])),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError, zlib.error):
+        return None
+
+
+def _name(node: int) -> str:
+    return f"watch/{node}"

@@ -1,0 +1,375 @@
+"""One agent's watch over a job: gathers, answers viewers, looks for standstills.
+
+The agent tells in each of its rounds who there is; a thread does the rest, about once a second
+while somebody looks or standstills are looked for, and otherwise only reads what other agents ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from tensorwire.watching import jobs
+from tensorwire.watching.exchange import Exchange, KeyValues, Told
+from tensorwire.watching.hub import Hub, NoAnswerError, Question
+from tensorwire.watching.machine import look_at
+from tensorwire.watching.standstill import Finding, Standstill
+from tensorwire.watching.views import JobView, NodeView, WorkerView
+
+_logger = logging.getLogger("rpcrun")
+
+_SECONDS_BETWEEN_LOOKS: Final = 1.0
+_SECONDS_FOR_FACTS: Final = 0.8
+_SECONDS_FOR_STACKS: Final = 5.0
+_SECONDS_A_VIEWER_COUNTS: Final = 5.0
+_SECONDS_FOR_OTHERS: Final = 20.0
+_MOST_NEWS: Final = 50
+_LOG_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The things that an agent knows in a round.
+
+    Args:
+        phase: of the job.
+        nodes: its machines.
+        workers: all of them, without processes and facts.
+        local: processes of this agent, by the workers' names.
+        logs: files of this agent's workers, by their names.
+    """
+
+    phase: str
+    nodes: tuple[NodeView, ...]
+    workers: tuple[WorkerView, ...]
+    local: Mapping[str, int]
+    logs: Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class StallPolicy:
+    """What is done about workers that stand still.
+
+    Args:
+        least: the least budget in seconds; 0 looks for none.
+        at_once: count budgets before there is a minute of history.
+        restarts: kill those to blame, so that they start again.
+    """
+
+    least: float = 120.0
+    at_once: bool = False
+    restarts: bool = False
+
+
+class JobWatch:
+    """Watches a job from one of its agents.
+
+    Args:
+        job: its id.
+        node: the agent's number.
+        values: where all agents of the job read and write.
+        policy: what is done about standstills.
+    """
+
+    def __init__(self, job: str, node: int, values: KeyValues, policy: StallPolicy) -> None:
+        self._job, self._node, self._policy = job, node, policy
+        self._exchange = Exchange(values, node)
+        self._seen = Seen("running", (), (), {}, {})
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._views: dict[str, WorkerView] = {}
+        self._heard: dict[str, float] = {}
+        self._others: dict[int, Told] = {}
+        self._others_at: dict[int, float] = {}
+        self._viewed = -_SECONDS_A_VIEWER_COUNTS
+        self._standstill = Standstill(policy.least, policy.at_once)
+        self._alarms: deque[str] = deque(maxlen=_MOST_NEWS)
+        self._news: deque[str] = deque(maxlen=_MOST_NEWS)
+        self._restarts: set[tuple[str, int]] = set()
+        self._numbers = itertools.count()
+        self._questions: dict[str, dict[str, Any]] = {}
+        self._answers: dict[str, Any] = {}
+        self._answering: set[str] = set()
+        self._stop = threading.Event()
+        self.path = jobs.socket_path(job)
+        self._hub = Hub(self.path, self.answer)
+        self._thread = threading.Thread(target=self._run, name="rpcrun-watch", daemon=True)
+        self._thread.start()
+
+    # --- what the agent calls
+
+    def update(self, seen: Seen) -> None:
+        """The agent knows this now."""
+        with self._lock:
+            before = {worker.name: worker for worker in self._seen.workers}
+            self._seen = seen
+            for worker in seen.workers:
+                known = before.get(worker.name)
+                if known is not None and worker.life > known.life:
+                    why = f": {known.why or worker.why}" if known.why or worker.why else ""
+                    self._news.append(f"{worker.name} started again, as life {worker.life}{why}")
+
+    def to_restart(self) -> set[tuple[str, int]]:
+        """Names and lives of this agent's workers that are to be killed, each told once."""
+        with self._lock:
+            found, self._restarts = self._restarts, set()
+        return found
+
+    def close(self) -> None:
+        """Ends the watch; viewers are hung up on."""
+        self._stop.set()
+        self._thread.join(10)
+        self._hub.close()
+        jobs.forget(self.path)
+
+    # --- what viewers call
+
+    def answer(self, question: Question) -> object:
+        """Answers a viewer: ``job``, ``stacks``, ``trace`` or ``log``.
+
+        Raises:
+            NoAnswerError: there is no such worker, or it cannot answer.
+            ValueError: there is no such question.
+        """
+        what = question.get("ask")
+        if what == "job":
+            return asdict(self.view())
+        if what not in ("stacks", "trace", "log"):
+            raise ValueError(f"ask={what!r} must be job, stacks, trace or log")
+        worker = self._worker(str(question.get("worker")))
+        if worker.node == self._node:
+            return self._answer_here(question, worker)
+        return self._answer_elsewhere(question, worker)
+
+    def view(self) -> JobView:
+        """The whole job, as it is now."""
+        self._viewed = time.monotonic()
+        self._look(fresh=True)
+        with self._lock:
+            seen, now = self._seen, time.monotonic()
+            nodes = tuple(
+                replace(node, heard=max(0.0, now - self._others_at.get(node.number, now)))
+                for node in seen.nodes
+            )
+            alarms = [*self._alarms, *(a for told in self._others.values() for a in told.alarms)]
+            return JobView(
+                self._job,
+                seen.phase,
+                time.time(),
+                nodes,
+                self._all_workers(),
+                tuple(alarms),
+                tuple(self._news),
+            )
+
+    def _worker(self, name: str) -> WorkerView:
+        with self._lock:
+            for worker in self._seen.workers:
+                if worker.name == name:
+                    return worker
+            names = ", ".join(worker.name for worker in self._seen.workers)
+        raise NoAnswerError(f"no worker {name!r} in this job; there are: {names}")
+
+    def _answer_here(self, question: Question, worker: WorkerView) -> object:
+        if question["ask"] == "log":
+            return self._log(worker.name)
+        seconds = float(question.get("seconds", 5.0)) if question["ask"] == "trace" else 0.0
+        return self._hub.ask(worker.name, question, _SECONDS_FOR_STACKS + seconds)
+
+    def _log(self, name: str) -> str:
+        with self._lock:
+            files = self._seen.logs.get(name, ())
+        texts = []
+        for file in files:
+            with contextlib.suppress(OSError), Path(file).open("rb") as opened:
+                opened.seek(max(0, Path(file).stat().st_size - _LOG_BYTES))
+                texts.append(opened.read().decode(errors="replace"))
+        if not texts:
+            raise NoAnswerError(
+                f"the output of {name} goes to the terminal only; start rpcrun with --tee 3 to "
+                "keep it"
+            )
+        return "".join(texts)
+
+    def _answer_elsewhere(self, question: Question, worker: WorkerView) -> object:
+        number = str(next(self._numbers))
+        with self._lock:
+            self._questions[number] = {**question, "node": worker.node}
+        try:
+            deadline = time.monotonic() + _SECONDS_FOR_OTHERS
+            while time.monotonic() < deadline and not self._stop.is_set():
+                self._look(fresh=False)
+                told = self._others.get(worker.node)
+                if told is not None and f"{self._node}:{number}" in told.answers:
+                    found: Mapping[str, Any] = told.answers[f"{self._node}:{number}"]
+                    if "error" in found:
+                        raise NoAnswerError(str(found["error"]))
+                    return found["answer"]
+                self._stop.wait(0.2)
+        finally:
+            with self._lock:
+                self._questions.pop(number, None)
+        raise NoAnswerError(
+            f"the agent on {worker.host} has not answered within {_SECONDS_FOR_OTHERS:.0f} s"
+        )
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while not self._stop.wait(_SECONDS_BETWEEN_LOOKS):
+            try:
+                self._look(fresh=False)
+                for finding in self._standstills():
+                    self._alarm(finding)
+            except Exception as error:  # the job goes on, watched or not
+                _logger.warning("watching the job failed: %s: %s", type(error).__name__, error)
+
+    def _look(self, fresh: bool) -> None:
+        """Gathers what is wanted, and tells the other agents."""
+        with self._looking:
+            wanted = fresh or self._is_wanted()
+            if wanted or self._policy.least:
+                self._gather()
+            self._meet_others(wanted)
+
+    def _standstills(self) -> list[Finding]:
+        """New ones, at the one agent that looks for those of the whole job."""
+        with self._lock:
+            is_first = all(node.number >= self._node for node in self._seen.nodes)
+            workers = self._all_workers()
+        if not self._policy.least or not is_first:
+            return []
+        return self._standstill.look(time.monotonic(), workers)
+
+    def _is_wanted(self) -> bool:
+        recently = time.monotonic() - self._viewed < _SECONDS_A_VIEWER_COUNTS
+        return recently or any(told.wants for told in self._others.values())
+
+    def _gather(self) -> None:
+        with self._lock:
+            seen = self._seen
+        names = list(seen.local)
+        facts = self._hub.ask_all(names, {"ask": "facts"}, _SECONDS_FOR_FACTS)
+        now = time.monotonic()
+        views = {}
+        for worker in seen.workers:
+            if worker.name not in seen.local:
+                continue
+            before = self._views.get(worker.name)
+            if worker.name in facts:
+                self._heard[worker.name] = now
+            told = facts.get(worker.name) or (before.facts if before else None)
+            has_called = worker.name in self._hub.pids()
+            silent = now - self._heard.get(worker.name, now) if has_called else 0.0
+            process = look_at(seen.local[worker.name])
+            views[worker.name] = replace(worker, process=process, facts=told, silent_for=silent)
+        with self._lock:
+            self._views = views
+
+    def _all_workers(self) -> tuple[WorkerView, ...]:
+        elsewhere = {
+            view.name: view
+            for told in self._others.values()
+            for view in map(WorkerView.of, told.workers)
+        }
+        found = []
+        for worker in self._seen.workers:
+            view = self._views.get(worker.name) or elsewhere.get(worker.name)
+            if view is not None and view.life == worker.life and worker.state == "runs":
+                found.append(view)
+            else:
+                found.append(worker)
+        return tuple(found)
+
+    # --- other agents
+
+    def _meet_others(self, wanted: bool) -> None:
+        with self._lock:
+            others = [n.number for n in self._seen.nodes if n.number != self._node]
+        if not others:
+            self._others.clear()
+            return
+        for node, told in self._exchange.read(others).items():
+            if self._others.get(node) is not told:
+                self._others[node] = told
+                self._others_at[node] = time.monotonic()
+                self._take_questions(node, told)
+        for gone in self._others.keys() - set(others):
+            del self._others[gone]
+        tells = wanted or bool(self._policy.least)
+        with self._lock:
+            workers = tuple(asdict(view) for view in self._views.values()) if tells else ()
+            viewing = time.monotonic() - self._viewed < _SECONDS_A_VIEWER_COUNTS
+            questions, answers = dict(self._questions), dict(self._answers)
+            alarms = tuple(self._alarms)
+        self._exchange.write(
+            lambda number: Told(number, viewing, workers, questions, answers, alarms)
+        )
+
+    def _take_questions(self, node: int, told: Told) -> None:
+        """Answers what another agent asks, aside; forgets what it has been told."""
+        mine = {f"{node}:{n}": q for n, q in told.questions.items() if q.get("node") == self._node}
+        with self._lock:
+            for old in [k for k in self._answers if k.startswith(f"{node}:") and k not in mine]:
+                del self._answers[old]
+            new = [k for k in mine if k not in self._answers and k not in self._answering]
+            self._answering |= set(new)
+        for key in new:
+            threading.Thread(
+                target=self._answer_other, args=(key, mine[key]), name="rpcrun-answer", daemon=True
+            ).start()
+
+    def _answer_other(self, key: str, question: Mapping[str, Any]) -> None:
+        try:
+            if question.get("ask") == "restart":
+                self._restart(str(question["worker"]), int(question["life"]))
+                found: dict[str, object] = {"answer": True}
+            else:
+                worker = self._worker(str(question.get("worker")))
+                found = {"answer": self._answer_here(question, worker)}
+        except Exception as error:
+            found = {"error": str(error)}
+        with self._lock:
+            self._answers[key] = found
+            self._answering.discard(key)
+
+    # --- standstills
+
+    def _alarm(self, finding: Finding) -> None:
+        _logger.warning("%s", finding.sentence)
+        with self._lock:
+            self._alarms.append(finding.sentence)
+        for name in finding.blamed:
+            try:
+                stacks = self.answer({"ask": "stacks", "worker": name})
+                _logger.warning("stacks of %s:\n%s", name, stacks)
+            except (NoAnswerError, ValueError) as error:
+                _logger.warning("no stacks of %s: %s", name, error)
+            if self._policy.restarts:
+                self._restart_anywhere(name)
+
+    def _restart_anywhere(self, name: str) -> None:
+        worker = self._worker(name)
+        if worker.node == self._node:
+            self._restart(name, worker.life)
+            return
+        with self._lock:
+            self._questions[str(next(self._numbers))] = {
+                "ask": "restart",
+                "worker": name,
+                "life": worker.life,
+                "node": worker.node,
+            }
+
+    def _restart(self, name: str, life: int) -> None:
+        _logger.warning("%s stands still and is killed, to start again", name)
+        with self._lock:
+            self._restarts.add((name, life))

@@ -1,0 +1,121 @@
+"""A job's page: who is let in, and what it answers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tensorwire.watching.dashboard.guard import COOKIE, Guard
+from tensorwire.watching.dashboard.remote import PageClient
+from tensorwire.watching.dashboard.server import Page, parse_address
+from tensorwire.watching.hub import NoAnswerError, Question
+
+PATHS = ("/", "/api/job", "/api/stacks?worker=a:0", "/api/log?worker=a:0", "/static/page.js", "/x")
+
+
+class Job:
+    """A job of which all is known beforehand."""
+
+    def answer(self, question: Question) -> object:
+        if question["ask"] == "job":
+            return {"job": "<b>j</b>"}
+        if question.get("worker") != "a:0":
+            raise NoAnswerError("no worker of that name")
+        return f"{question['ask']} of a:0"
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with contextlib.closing(Page(Job(), "0")) as page:
+        yield page
+
+
+def get(
+    page: Page, path: str, headers: Mapping[str, str], method: str = "GET"
+) -> tuple[int, str, Mapping[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=60)
+    try:
+        connection.request(method, path, headers=dict(headers))
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stranger_without_the_token_gets_nothing_from_any_path(page: Page, path: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": f"{COOKIE}=wrong"}):
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            status, body, _ = get(page, path, headers, method)
+            assert status == 401
+            assert "token" in body
+            assert "a:0" not in body
+
+
+def test_the_address_that_was_printed_opens_the_page_and_hides_the_token(page: Page) -> None:
+    status, _, headers = get(page, f"/?token={page.token}", {})
+    assert status == 303
+    cookie = headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    status, body, headers = get(page, "/", {"Cookie": cookie.partition(";")[0]})
+    assert status == 200
+    assert "page.js" in body
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+def test_another_host_and_another_site_are_refused_even_with_the_token(page: Page) -> None:
+    known = {"Authorization": f"Bearer {page.token}"}
+    assert get(page, "/api/job", {**known, "Host": f"evil.example:{page.port}"})[0] == 421
+    assert get(page, "/api/job", {**known, "Host": "127.0.0.1:1"})[0] == 421
+    assert get(page, "/api/job", {**known, "Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert get(page, "/api/job", {**known, "Origin": "http://evil.example"})[0] == 403
+    traced = "/api/trace?worker=a:0"
+    assert get(page, traced, {**known, "Origin": "null"}, "POST")[0] == 403
+    assert get(page, traced, known)[0] == 405
+    assert get(page, traced, known, "POST")[:2] == (200, "trace of a:0")
+
+
+def test_answers_and_their_lack_come_as_they_are(page: Page) -> None:
+    known = {"Authorization": f"Bearer {page.token}"}
+    status, body, headers = get(page, "/api/job", known)
+    assert (status, json.loads(body)) == (200, {"job": "<b>j</b>"})
+    assert headers["content-type"] == "application/json"
+    status, body, headers = get(page, "/api/log?worker=a:0", known)
+    assert (status, body) == (200, "log of a:0")
+    assert headers["content-type"].startswith("text/plain")
+    assert headers["x-content-type-options"] == "nosniff"
+    assert get(page, "/api/stacks?worker=b:0", known)[0] == 404
+    assert get(page, "/static/../server.py", known)[0] == 404
+
+
+def test_a_page_can_be_asked_from_elsewhere(page: Page) -> None:
+    with PageClient(page.address, None) as client:
+        assert client.ask({"ask": "job"}) == {"job": "<b>j</b>"}
+        assert client.ask({"ask": "stacks", "worker": "a:0"}) == "stacks of a:0"
+        with pytest.raises(NoAnswerError, match="no worker of that name"):
+            client.ask({"ask": "stacks", "worker": "b:0"})
+    stranger = PageClient(f"http://127.0.0.1:{page.port}", "wrong")
+    with pytest.raises(NoAnswerError, match="token, which rpcrun printed"):
+        stranger.ask({"ask": "job"})
+
+
+def test_a_visit_by_a_link_elsewhere_is_let_in_but_nothing_else_is() -> None:
+    guard = Guard("t", "10.0.0.1", 80)
+    headers = {"host": "10.0.0.1:80", "cookie": f"{COOKIE}=t", "sec-fetch-site": "cross-site"}
+    assert guard.refuses("GET", {**headers, "sec-fetch-mode": "navigate"}, None) is None
+    assert guard.refuses("POST", {**headers, "sec-fetch-mode": "navigate"}, None) is not None
+    assert guard.refuses("GET", {**headers, "sec-fetch-mode": "cors"}, None) is not None
+
+
+@pytest.mark.parametrize("where", ["", "x", "host:", "1.2.3.4:99999", ":-1"])
+def test_an_address_that_is_none_is_refused(where: str) -> None:
+    with pytest.raises(ValueError, match=r"give \[HOST:\]PORT"):
+        parse_address(where)
+    assert parse_address("[::1]:80") == ("::1", 80)
+    assert parse_address("80") == ("127.0.0.1", 80)

@@ -1,0 +1,180 @@
+"""Standstills are named right, and slow phases raise none. No processes, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tensorwire.watching.standstill import Finding, Standstill
+from tensorwire.watching.views import ProcessView, WorkerView
+
+LEAST = 5.0
+
+
+def worker(
+    name: str,
+    steps: int,
+    *,
+    life: int = 1,
+    waits_for: Iterable[str] = (),
+    serving: Iterable[Mapping[str, Any]] = (),
+    phase: str = "",
+    stack: Iterable[str] = ("train (train.py:3)",),
+    state: str = "S",
+    cpu: float = 0.0,
+    collecting: float = 0.0,
+    silent_for: float = 0.0,
+    threads: Iterable[Mapping[str, Any]] = (),
+    role: str = "",
+) -> WorkerView:
+    facts = {
+        "progress": {"steps": steps, "age": 0.0, "phase": phase, "phase_age": 0.0},
+        "waiting": [{"to": to, "call": "push", "age": 9.0} for to in waits_for],
+        "serving": list(serving),
+        "collecting": collecting,
+        "threads": [{"name": "MainThread", "stack": list(stack)}, *threads],
+        "sources": {},
+    }
+    process = ProcessView(1, state, cpu, 0, 1)
+    role = role or name.partition(":")[0]
+    return WorkerView(name, role, 0, life, "runs", 0, "", "", process, facts, silent_for)
+
+
+def play(*workers: WorkerView, seconds: float = 30.0, least: float = LEAST) -> list[Finding]:
+    """Steps for a while, and then shows the workers as they are, every second."""
+    watch = Standstill(least, at_once=True)
+    for second in range(4):
+        moving = [worker(each.name, second, life=each.life) for each in workers]
+        assert watch.look(float(second), moving) == []
+    found: list[Finding] = []
+    for second in range(4, 4 + int(seconds)):
+        found += watch.look(float(second), workers)
+    return found
+
+
+def test_a_stopped_server_is_blamed_once_and_its_trainers_wait_for_it() -> None:
+    (finding,) = play(
+        worker("ps:0", 3, state="T", silent_for=9.0),
+        worker("trainer:0", 3, waits_for=["ps:0"]),
+        worker("trainer:1", 3, waits_for=["ps:0"]),
+    )
+    assert finding.blamed == ("ps:0",)
+    assert finding.waiting == ("trainer:0", "trainer:1")
+    assert "trainer:0 and trainer:1 wait for ps:0, which is stopped" in finding.sentence
+
+
+def test_a_cycle_of_calls_is_named_as_one() -> None:
+    (finding,) = play(
+        worker("a:0", 3, waits_for=["b:0"]),
+        worker("b:0", 3, waits_for=["c:0"]),
+        worker("c:0", 3, waits_for=["a:0"]),
+    )
+    assert "a:0 waits for b:0 waits for c:0 waits for a:0: a cycle" in finding.sentence
+    assert set(finding.blamed) == {"a:0", "b:0", "c:0"}
+
+
+def test_a_data_loader_that_stands_is_named() -> None:
+    stack = ["read (loader.py:1)", "__next__ (site-packages/torch/utils/data/dataloader.py:7)"]
+    (finding,) = play(worker("trainer:0", 3, stack=stack))
+    assert "trainer:0 waits for its data loader" in finding.sentence
+
+
+def test_a_handler_that_sleeps_is_named_with_its_place() -> None:
+    thread = {"name": "rpc-ps:0-3", "stack": ["nap (job.py:9)", "serve (rpc/calls/service.py:1)"]}
+    serving = [{"from": "trainer:0", "call": "job.nap", "age": 7.0}]
+    (finding,) = play(
+        worker("trainer:0", 3, waits_for=["ps:0"]),
+        worker("ps:0", 3, serving=serving, threads=[thread]),
+    )
+    assert "ps:0, which has been running job.nap for trainer:0 for 7 s" in finding.sentence
+    assert "now in nap (job.py:9)" in finding.sentence
+
+
+def test_a_held_lock_of_the_interpreter_is_told_from_a_stopped_process() -> None:
+    (finding,) = play(worker("trainer:0", 3, silent_for=8.0))
+    assert "has not answered for 8 s although its process runs" in finding.sentence
+
+
+def test_a_long_collection_is_named_although_it_takes_processor_time() -> None:
+    found: list[Finding] = []
+    watch = Standstill(LEAST, at_once=True)
+    for second in range(40):
+        steps = min(second, 3)
+        collecting = 20.0 if steps == 3 else 0.0
+        found += watch.look(
+            float(second), [worker("ps:0", steps, cpu=float(second), collecting=collecting)]
+        )
+    (finding,) = found
+    assert "has been collecting garbage for 20 s" in finding.sentence
+
+
+def test_a_rank_that_is_missing_from_a_collective_is_named() -> None:
+    inside = ["all_reduce (torch/distributed/distributed_c10d.py:9)", "train (train.py:3)"]
+    (finding,) = play(
+        worker("trainer:0", 3, stack=inside),
+        worker("trainer:1", 3, stack=["sleep (job.py:4)"]),
+        worker("trainer:2", 3, stack=inside),
+    )
+    assert finding.blamed == ("trainer:1",)
+    assert "trainer:0 and trainer:2 wait in all_reduce" in finding.sentence
+    assert "missing from it: trainer:1 is in sleep (job.py:4)" in finding.sentence
+
+
+def test_a_named_phase_compilation_and_computation_raise_nothing() -> None:
+    assert play(worker("trainer:0", 3, phase="evaluation"), seconds=90) == []
+    stack = ["compile (site-packages/torch/_inductor/compile_fx.py:7)"]
+    assert play(worker("trainer:0", 3, stack=stack), seconds=90) == []
+    watch = Standstill(LEAST, at_once=True)
+    for second in range(90):
+        computing = worker("trainer:0", min(second, 3), cpu=0.9 * second)
+        assert watch.look(float(second), [computing]) == []
+
+
+def test_a_slow_first_step_raises_nothing() -> None:
+    watch = Standstill(LEAST, at_once=True)
+    for second in range(90):
+        assert watch.look(float(second), [worker("trainer:0", 0)]) == []
+
+
+def test_the_budget_is_learned_from_the_longest_pause_before() -> None:
+    watch = Standstill(LEAST, at_once=True)
+    watch.look(0.0, [worker("trainer:0", 1)])
+    watch.look(4.0, [worker("trainer:0", 2)])
+    assert watch.budget("trainer:0") == 40.0
+    assert watch.look(40.0, [worker("trainer:0", 2)]) == []
+    assert len(watch.look(45.0, [worker("trainer:0", 2)])) == 1
+
+
+def test_without_a_minute_of_history_nothing_is_told_unless_a_timeout_was_named() -> None:
+    watch = Standstill(LEAST)
+    for second in range(60):
+        assert watch.look(float(second), [worker("trainer:0", min(second, 3))]) == []
+    assert len(watch.look(61.0, [worker("trainer:0", 3)])) == 1
+
+
+def test_a_new_life_begins_without_a_past() -> None:
+    watch = Standstill(LEAST, at_once=True)
+    for second in range(4):
+        watch.look(float(second), [worker("trainer:0", second)])
+    for second in range(4, 60):
+        assert watch.look(float(second), [worker("trainer:0", 0, life=2)]) == []
+
+
+def test_a_standstill_that_ended_and_came_again_is_told_again() -> None:
+    watch = Standstill(LEAST, at_once=True)
+    for second in range(4):
+        watch.look(float(second), [worker("a:0", second)])
+    assert len(watch.look(20.0, [worker("a:0", 3)])) == 1
+    assert watch.look(21.0, [worker("a:0", 3)]) == []
+    assert watch.look(22.0, [worker("a:0", 4)]) == []
+    assert len(watch.look(400.0, [worker("a:0", 4)])) == 1
+
+
+def test_two_standstills_that_have_nothing_to_do_with_each_other_are_two_findings() -> None:
+    findings = play(
+        worker("ps:0", 3, state="T"),
+        worker("trainer:0", 3, waits_for=["ps:0"]),
+        worker("trainer:1", 3, stack=["read (torch/utils/data/loader.py:1)"]),
+    )
+    assert sorted(each.blamed for each in findings) == [("ps:0",), ("trainer:1",)]
+    assert {each.blamed: each.waiting for each in findings}[("ps:0",)] == ("trainer:0",)
