@@ -202,5 +202,13 @@ def _by_peer(rows: Iterable[CallMetrics]) -> list[dict[str, object]]:
 
 
 def quantile(buckets: Iterable[int], fraction: float) -> float:
-    """An estimate of a quantile in seconds from the ``buckets`` that a reporter tells."""
+    """An estimate of a quantile of latencies, in seconds; NaN without calls.
+
+    Args:
+        buckets: calls per bucket of latency, as a reporter tells them.
+        fraction: 0.5 for the median, 0.99 for the 99th percentile.
+
+    Raises:
+        ValueError: ``fraction`` is not from 0 to 1.
+    """
     return Histogram(tuple(buckets), 0.0).quantile(fraction)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tensorwire.watching import terminal
+from tensorwire.watching.jobs import running_jobs
 from tests.tensorwire.launch.jobs import FORKED, SECONDS, Job, job
 from tests.waiting import until
 
@@ -83,8 +84,10 @@ def test_a_stopped_worker_is_told_as_such_and_starts_again_if_asked(work: Job) -
     work.start("--standalone", *options, "--role", "moves:2,max_restarts=1", *FORKED, STALLS,
                str(work.folder), XDG_RUNTIME_DIR=runtime)  # fmt: skip
 
+    until(lambda: bool(running_jobs()), SECONDS, 0.1)
+
     def steps() -> int:
-        facts = workers(work)["moves:0"]["facts"]
+        facts = workers(work).get("moves:0", {}).get("facts")
         return int(facts["progress"]["steps"]) if facts else 0
 
     until(lambda: steps() > 8, SECONDS, 0.2)
