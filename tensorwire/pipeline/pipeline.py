@@ -547,11 +547,11 @@ class Pipeline:
         """Deals stages out to workers anew, such that the slowest worker is as fast as can be.
 
         Each worker gets stages that follow each other, by the times measured in the last step.
-        With a worker for each stage, stages go where they were put. Stages with replicas stay.
+        Stages with replicas stay.
 
         Args:
-            workers: their names, in order. Default those with which the pipeline was made and
-                that are living; stages of others go back there when they return.
+            workers: their names, in order. Default those that have stages, or will have some when
+                they have come back, and are living; stages go back to the others when they return.
 
         Returns:
             The worker of each stage; of replicas, that of the first.
@@ -561,7 +561,7 @@ class Pipeline:
             ValueError: no such worker is in the group.
         """
         coordinator = self._carrier.coordinator
-        owners = rebalanced(self._design, self._seconds(), workers)
+        owners = rebalanced(self._design, coordinator.homes, self._seconds(), workers)
         homes = owners if workers or not coordinator.missing else coordinator.homes
         if owners != coordinator.owners:
             self._carrier.move(owners, homes, self._kept())

@@ -7,7 +7,7 @@ it somewhere, with its owner or with its backup.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -207,16 +207,13 @@ def choose_sources(owners: Owners, version: int, found: Mapping[str, Found]) -> 
 def spread(costs: Sequence[float], workers: Sequence[str], homes: Owners) -> Owners:
     """Deals stages without replicas out to workers, neighbours together, the dearest least dear.
 
-    With a worker for each stage, every stage goes to its home if that is there.
-
     Args:
         costs: of each stage, such as seconds a step.
         workers: that are to have stages, in order.
-        homes: where stages were put by the user; stages with replicas stay there.
+        homes: where stages are to be; stages with replicas stay there.
     """
-    single = [stage for stage, replicas in enumerate(homes) if len(replicas) == 1]
-    if len(single) <= len(workers):
-        return _at_home(single, workers, homes)
+    single = _without_replicas(homes)
+    workers = workers[: len(single)]
     groups = _even_groups([costs[stage] for stage in single], len(workers))
     owners = list(homes)
     stages = iter(single)
@@ -226,7 +223,11 @@ def spread(costs: Sequence[float], workers: Sequence[str], homes: Owners) -> Own
     return tuple(owners)
 
 
-def _at_home(single: Collection[int], workers: Sequence[str], homes: Owners) -> Owners:
+def at_home(workers: Sequence[str], homes: Owners) -> Owners | None:
+    """A worker for each stage without replicas, its home if that is there; None: too few."""
+    single = _without_replicas(homes)
+    if len(single) > len(workers):
+        return None
     owners = list(homes)
     used: set[str] = set()
     for stage in single:
@@ -237,6 +238,10 @@ def _at_home(single: Collection[int], workers: Sequence[str], homes: Owners) -> 
             owners[stage] = ("",)
     free = (each for each in workers if each not in used)
     return tuple((next(free),) if each == ("",) else each for each in owners)
+
+
+def _without_replicas(homes: Owners) -> list[int]:
+    return [stage for stage, replicas in enumerate(homes) if len(replicas) == 1]
 
 
 def _even_groups(costs: Sequence[float], groups: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from remote_module import RemoteModule
-from tensorwire.pipeline.backups.places import Owners, spread
+from tensorwire.pipeline.backups.places import Owners, at_home, spread
 from tensorwire.pipeline.formation import Design
 from tensorwire.pipeline.plan import Span
 from tensorwire.pipeline.returning import is_there
@@ -70,20 +70,23 @@ def moved(design: Design, owners: Owners, stage: int, worker: str, replica: int)
     return (*owners[:stage], tuple(changed), *owners[stage + 1 :])
 
 
-def rebalanced(design: Design, seconds: Sequence[float], workers: Sequence[str] | None) -> Owners:
+def rebalanced(
+    design: Design, homes: Owners, seconds: Sequence[float], workers: Sequence[str] | None
+) -> Owners:
     """The owners such that the slowest worker is as fast as can be.
 
     Raises:
         ValueError: no such worker is in the group.
     """
-    known = workers or dict.fromkeys(each for stage in design.placed for each in stage)
+    known = workers or dict.fromkeys(each for stage in homes for each in stage)
     living = [each for each in known if is_there(each)]
     if workers and (missing := [each for each in workers if each not in living]):
         raise ValueError(f"workers={list(workers)!r}: no worker {missing[0]!r} is in the group")
     for stage, modules in enumerate(design.stages):
         for each in modules:
             _require_recipe(stage, each, "rebalance()")
-    return spread(seconds, living, design.placed)
+    chosen = None if workers else at_home(living, homes)
+    return chosen or spread(seconds, living, homes)
 
 
 def seconds_of(stages: int, spans: Iterable[Span]) -> list[float]:
