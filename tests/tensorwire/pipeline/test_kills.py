@@ -5,6 +5,7 @@ All tests of a backend share one group of processes; who was killed is started a
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import time
@@ -19,7 +20,7 @@ from torch import nn
 
 import rpc
 from remote_module import RemoteModule
-from tensorwire.pipeline import Pipeline
+from tensorwire.pipeline import Pipeline, PipelineOptimizer
 from tests.rpc.worker_processes import WorkerProcess, join
 from tests.waiting import eventually
 
@@ -86,11 +87,7 @@ def _train(seed: int, progress: str = "") -> _Trained:
     """Trains from weights that a seed gives, and notes each step in a file."""
     for worker in _STAGES:
         rpc.get_worker_info(worker, wait_for_return=60)
-    sizes = [(8, 16), (16, 16), (16, 4)]
-    stages = [
-        RemoteModule(worker, _layers, each, seed=seed)
-        for worker, each in zip(_STAGES, sizes, strict=True)
-    ]
+    stages = _stages(seed)
     generator = torch.Generator().manual_seed(seed)
     losses, seconds = [], []
     with Pipeline(stages, "1f1b", 4, nn.MSELoss(), seed=seed, backups=1) as pipe:
@@ -113,11 +110,7 @@ def _train_by_name(name: str, losses: str) -> dict[str, list[Any]]:
     """Trains a pipeline that is found by its name, and adds a line with each loss to a file."""
     for worker in _STAGES:
         rpc.get_worker_info(worker, wait_for_return=60)
-    sizes = [(8, 16), (16, 16), (16, 4)]
-    stages = [
-        RemoteModule(worker, _layers, each, seed=7)
-        for worker, each in zip(_STAGES, sizes, strict=True)
-    ]
+    stages = _stages(7)
     generator = torch.Generator().manual_seed(7)
     data = [
         (torch.rand(16, 8, generator=generator), torch.rand(16, 4, generator=generator))
@@ -135,6 +128,42 @@ def _train_by_name(name: str, losses: str) -> dict[str, list[Any]]:
                 scheduler.step()
                 print(step, value, file=file, flush=True)
         return {name: each.tolist() for name, each in pipe.state_dict().items()}
+
+
+def _stages(seed: int) -> list[RemoteModule]:
+    sizes = [(8, 16), (16, 16), (16, 4)]
+    return [
+        RemoteModule(worker, _layers, each, seed=seed)
+        for worker, each in zip(_STAGES, sizes, strict=True)
+    ]
+
+
+def _steps(pipe: Pipeline, optimizer: PipelineOptimizer) -> Iterator[float]:
+    """The losses of steps without end."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        x, y = torch.rand(16, 8, generator=generator), torch.rand(16, 4, generator=generator)
+        yield pipe.train_step(x, target=y).item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train_until_it_is_back(progress: str) -> tuple[list[float], list[float], list[list[str]]]:
+    """Trains until a lost worker has its stage again; returns losses, and what they should be."""
+    for worker in _STAGES:
+        rpc.get_worker_info(worker, wait_for_return=60)
+    pipe = Pipeline(_stages(2), "1f1b", 4, nn.MSELoss(), seed=2, backups=1)
+    losses, places = [], [pipe.workers]
+    for loss in _steps(pipe, pipe.optimizer(torch.optim.AdamW)):
+        losses.append(loss)
+        places += [] if pipe.workers == places[-1] else [pipe.workers]
+        Path(progress).write_text(str(len(losses)))
+        if len(places) > 2:
+            break
+    pipe.close()
+    quiet = Pipeline(_stages(2), "1f1b", 4, nn.MSELoss(), seed=2)
+    steps = _steps(quiet, quiet.optimizer(torch.optim.AdamW))
+    return losses, list(itertools.islice(steps, len(losses))), places
 
 
 @pytest.fixture(scope="module", params=["TENSORWIRE", "TENSORPIPE"])
@@ -185,6 +214,18 @@ def test_a_killed_driver_comes_back_to_its_pipeline_by_name_and_disturbs_no_bit(
     losses = [dict(map(str.split, each.read_text().splitlines())) for each in (quiet, killed)]
     assert losses[0] == losses[1]
     assert killed.read_text().count("\n") <= _STEPS + 1  # one step is done again at most
+
+
+def test_a_stage_goes_home_when_its_worker_is_back(stages: _Group, tmp_path: Path) -> None:
+    progress = tmp_path / "progress"
+    driver = stages.workers["driver"]
+    driver.begin(_train_until_it_is_back, str(progress))
+    assert eventually(lambda: progress.exists() and int(progress.read_text() or 0) >= 3, 60)
+    stages.kill("b")
+    stages.start("b")
+    losses, wanted, places = driver.result()
+    assert losses == wanted
+    assert places == [["a", "b", "c"], ["a", "c"], ["a", "b", "c"]]
 
 
 def test_a_stopped_stage_disturbs_no_bit_also_when_it_wakes(stages: _Group, tmp_path: Path) -> None:
