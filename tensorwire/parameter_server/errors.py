@@ -7,9 +7,13 @@ RuntimeError
         ├── RolledBack            everything went back to a snapshot; training may go on from it
         ├── NotATrainerError      this trainer was declared lost, or has finished
         ├── DeclarationError      a table or dense group was declared otherwise before
+        │   └── RestoreError      a snapshot has something else by that name (see SnapshotError)
         ├── OutOfMemoryError      a push was refused whole, as a server has no memory for it
         ├── GradientError         gradients are not numbers (see ``NanPolicy``)
-        └── SnapshotError         a snapshot could not be written; the last one still stands
+        └── SnapshotError         a snapshot could not be written, or cannot be read
+
+``SnapshotError`` is a ``tensorwire.checkpoint.CheckpointError``, too; ``RestoreError`` is its
+``MismatchError``.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rpc import RpcError
+from tensorwire.checkpoint import CheckpointError, MismatchError
 
 
 class ParameterServerError(RpcError):
@@ -60,6 +65,10 @@ class DeclarationError(ParameterServerError, ValueError):
     """The same name stands for two different things."""
 
 
+class RestoreError(DeclarationError, MismatchError):
+    """A snapshot has something else by that name than what is declared."""
+
+
 class OutOfMemoryError(ParameterServerError):
     """A server has no room for the rows of a push; nothing of it was taken there."""
 
@@ -68,5 +77,5 @@ class GradientError(ParameterServerError, ValueError):
     """A gradient has elements that are infinite or not numbers; nothing was pushed."""
 
 
-class SnapshotError(ParameterServerError):
-    """A snapshot could not be written."""
+class SnapshotError(ParameterServerError, CheckpointError):
+    """A snapshot could not be written, and the last one still stands; or one cannot be read."""

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.server.writing import Restored
+from tensorwire.checkpoint import NotSavedError
+from tensorwire.parameter_server.snapshots.contents import Restored, require_different
+from tensorwire.parameter_server.snapshots.saved import SavedTable
 
 
 def read(
@@ -26,23 +28,26 @@ def read(
         The ids in ascending order, and a row for each, as it was kept.
 
     Raises:
-        KeyError: there is no such table or column in the snapshot.
-        FileNotFoundError: there is no snapshot.
+        NotSavedError: there is no such table or column in the snapshot (also a ``KeyError``).
+        NoCheckpointError: there is no snapshot (also a ``FileNotFoundError``).
+        CheckpointError: it is damaged.
 
     Example::
 
         ids, weight = ps.read("checkpoints/1000", "items")
     """
-    saved = Restored.open(Path(folder))
-    if table not in saved.tables():
-        raise KeyError(f"read: there is no table {table!r} in {folder}; it has {saved.tables()}")
+    restored = Restored.open(Path(folder))
+    tables = [n for n, each in restored.described.items() if isinstance(each, SavedTable)]
+    if table not in tables:
+        raise NotSavedError(f"read: there is no table {table!r} in {folder}; it has {tables}")
     ids, rows = [], []
-    for _, columns in saved.pieces(table):
+    for _, columns in restored.pieces(table):
         if column not in columns:
-            raise KeyError(f"read: rows of {table!r} have {sorted(columns)}, not {column!r}")
+            raise NotSavedError(f"read: rows of {table!r} have {sorted(columns)}, not {column!r}")
         ids.append(columns["ids"].reshape(-1))
         rows.append(columns[column])
     if not ids:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
+    require_different(table, torch.cat(ids).numpy())
     every, order = torch.sort(torch.cat(ids))
     return every, torch.cat(rows)[order]

@@ -70,6 +70,8 @@ from tensorwire.parameter_server.messaging.calling import LOST, verdict_on
 from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.messaging.settings import Meeting, consistency_of
 from tensorwire.parameter_server.rows.device_memory import to_host
+from tensorwire.parameter_server.snapshots.fit import require_fit
+from tensorwire.parameter_server.snapshots.kept import Keeping
 
 _PAUSE_FOR_LOADER: Final = 0.25
 """Before it is looked whether the loader lives; news of what it did comes at once."""
@@ -287,7 +289,10 @@ class Cluster:
         several = self.session.view.settings["trainers"] != 1  # 0 for as many as there are
         return isinstance(self.consistency, BSP) and bool(several)
 
-    def _declare(self, name: str, spec: Any, text: str) -> None:
+    def _declare(self, name: str, spec: TableSpec | DenseSpec, text: str) -> None:
+        keeping = Keeping.decode(self.session.view.declared.get(name, ""))
+        if keeping is not None:
+            require_fit(name, keeping, spec)
         found = specs.decode(self.session.servers.ask_coordinator(orders.Announce(name, text)))
         differences = spec.differences(found)
         if isinstance(spec, DenseSpec) and not differences and self._steps_together:
@@ -530,14 +535,19 @@ class Cluster:
 
     # --- the cluster as a whole
 
-    def snapshot(self, folder: str | os.PathLike[str], extra: Any = None) -> Saving:
+    def snapshot(
+        self, folder: str | os.PathLike[str], extra: Any = None, *, overwrite: bool = False
+    ) -> Saving:
         """Writes everything as it is at one point in everybody's pushes, while training goes on.
 
-        If servers are lost of which there is no backup, everything goes back to the last one.
+        If servers are lost of which there is no backup, everything goes back to the last one that
+        is whole. All trainers may ask for the same folder at the same step: that is one snapshot.
 
         Args:
             folder: where it will be; all servers must see it under this path.
             extra: plain JSON data that is kept with it.
+            overwrite: whether a snapshot that is there is replaced once this one is whole, such as
+                that of a step to which everything went back. Default False.
 
         Raises:
             TypeError: ``folder`` is no path, or ``extra`` is no JSON.
@@ -548,7 +558,9 @@ class Cluster:
         except (TypeError, ValueError) as error:
             raise TypeError(f"snapshot: extra={extra!r} is no plain JSON data: {error}") from None
         path = str(Path(folder).absolute())
-        what = orders.TakeSnapshot(path, "", extra)
+        instance("snapshot", "overwrite", overwrite, bool, "True or False")
+        step = self.step if self.number >= 0 else -1
+        what = orders.TakeSnapshot(path, "", extra, overwrite, self.session.client, step)
         progress = self.session.worker.progress
 
         def take() -> Snapshot:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from rpc import extend
-from tensorwire.checkpoint import Checkpoint
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.cache import Cache
 from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy
@@ -22,6 +21,8 @@ from tensorwire.parameter_server.decisions.views import Snapshot, View
 from tensorwire.parameter_server.declarations.arguments import instance, number, whole
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.messaging.settings import Meeting, settings_of
+from tensorwire.parameter_server.snapshots.contents import Restored
+from tensorwire.parameter_server.snapshots.kept import Keeping
 
 _NAME: Final = "default"
 
@@ -48,6 +49,7 @@ def connect(
     name: str = _NAME,
     nans: NanPolicy = NanPolicy.RAISE,
     restore: str | os.PathLike[str] | None = None,
+    strict: bool = True,
     grow: bool = False,
     timeout: float = 60.0,
 ) -> Cluster:
@@ -65,13 +67,18 @@ def connect(
             rpcrun 1. Others may join later.
         name: of the cluster, if there are several in the group.
         nans: what happens to gradients that are no numbers.
-        restore: folder of a snapshot to begin with.
+        restore: folder of a snapshot to begin with, all of which is checked first. Its tables and
+            dense parameters belong to the cluster from the start, declared or not. Of a cluster
+            that exists, the snapshot with which it began or one that it has written since.
+        strict: whether what is declared must be as it was saved. Otherwise other precisions,
+            rules, optimizers and dtypes are converted, which is said in the log. Default True.
         grow: servers of the role that come later get their share at once. Default no, until
             :meth:`Cluster.resize` says so.
         timeout: seconds that servers have to come into the group.
 
     Raises:
-        DeclarationError: there is such a cluster, and it is another.
+        CheckpointError: the snapshot is damaged, or none of a parameter server.
+        DeclarationError: there is such a cluster, and it is another, or began otherwise.
         TypeError: an argument is of a wrong kind.
         ValueError: an argument is out of range.
         TimeoutError: a server did not come.
@@ -93,7 +100,10 @@ def connect(
         raise ValueError(f"connect: backups={backups} needs more than {most} servers")
     if trainers is not None:
         whole("connect", "trainers", trainers)
+    instance("connect", "strict", strict, bool, "True or False")
+    folder = "" if restore is None else str(Path(restore).absolute())
     settings = settings_of(consistency, names, trainers or 0, role, grow)
+    settings["restore"] = [folder, strict]
     started = int(os.environ.get("ROLE_WORLD_SIZE", "1"))
     worker = extend.worker()
     connected = extend.worker_state(_Connected, _Connected, _Connected.close)
@@ -102,7 +112,7 @@ def connect(
         if known is not None and not known.session.is_closed:
             _require_same(known.session.view, settings, backups)
             return known
-        view = _meet(worker, name, settings, backups, restore, timeout)
+        view = _meet(worker, name, settings, backups, timeout)
         session = Session(worker, name, view, connected.sessions.get(name, 0), trainers or started)
         connected.sessions[name] = connected.sessions.get(name, 0) + 1
         cluster = connected.clusters[name] = Cluster(session, nans)
@@ -132,30 +142,49 @@ def _meet(
     name: str,
     settings: Mapping[str, Any],
     backups: int,
-    restore: str | os.PathLike[str] | None,
     timeout: float,
 ) -> View:
     """The view of the cluster; makes the first one if there is none."""
     meeting = Meeting(worker)
     view = meeting.view(name)
     if view is None:
+        folder, strict = settings["restore"]
+        restored = _checked(folder) if folder else None
         lives = lives_to_come("connect", worker, settings["servers"], timeout)
         first = views.first(lives, backups, settings)
-        if restore is not None:
-            first = _restored(first, restore)
+        if restored is not None:
+            first = _beginning_with(first, restored, strict)
         meeting.enter(name)
         view = meeting.replace(name, None, first)
     _require_same(view, settings, backups)
     return view
 
 
-def _restored(view: View, folder: str | os.PathLike[str]) -> View:
-    saved = Checkpoint.open(Path(folder))
-    meta = saved.meta
-    if "parameter_server" not in meta:
-        raise ValueError(f"connect: restore={str(folder)!r} is no snapshot of a parameter server")
-    snapshot = Snapshot(str(saved.path), dict(meta["counts"]), meta["time"])
-    return views.beginning_with(view, snapshot)
+def _checked(folder: str) -> Restored:
+    """A snapshot that is whole."""
+    restored = Restored.open(folder)
+    restored.verify()
+    return restored
+
+
+def _beginning_with(view: View, restored: Restored, strict: bool) -> View:
+    """A cluster that has all that is in a snapshot, though nobody has declared it yet."""
+    declared = {
+        name: Keeping(saved, restored.folder, strict).encode()
+        for name, saved in restored.described.items()
+    }
+    return views.beginning_with(view, Snapshot(restored.folder, {}, restored.time), declared)
+
+
+def _other_beginning(view: View, settings: Mapping[str, Any]) -> list[str]:
+    """What a cluster did not begin with; a later snapshot of its own is one of its points."""
+    folder, strict = settings["restore"]
+    began, was_strict = view.settings.get("restore", ["", True])
+    if not folder or folder in (each.folder for each in view.snapshots if each.folder != began):
+        return []
+    if folder != began:
+        return [f"restore={began or None!r}, not {folder!r}; all who connect say the same"]
+    return [] if strict == was_strict else [f"strict={was_strict}, not {strict}"]
 
 
 def _require_same(view: View, settings: Mapping[str, Any], backups: int) -> None:
@@ -169,6 +198,7 @@ def _require_same(view: View, settings: Mapping[str, Any], backups: int) -> None
         different.append(f"trainers={before['trainers']}, not {settings['trainers']}")
     if view.backups != backups:
         different.append(f"backups={view.backups}, not {backups}")
+    different += _other_beginning(view, settings)
     if not _are_same_servers(view, settings):
         current = [server.name for server in view.servers]
         different.append(f"servers={current}, not {settings['role'] or settings['servers']!r}")

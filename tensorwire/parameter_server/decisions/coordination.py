@@ -22,6 +22,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
     Edit,
     Effect,
+    Examination,
     Fail,
     Majority,
     Manifest,
@@ -32,7 +33,14 @@ from tensorwire.parameter_server.decisions.tasks import (
     Tasks,
     Wait,
 )
-from tensorwire.parameter_server.decisions.views import Client, Left, Server, Snapshot, View
+from tensorwire.parameter_server.decisions.views import (
+    KEPT,
+    Client,
+    Left,
+    Server,
+    Snapshot,
+    View,
+)
 
 _CHANGES_PER_TERM: Final = 1 << 20
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
@@ -456,8 +464,10 @@ class Coordinator(Tasks):
             return
         snapshot = Snapshot(what.folder, cut.vector, cut.time)
         written = yield Manifest(snapshot, what.extra, tuple(parts[s] for s in shards))
-        if not all(written.values()):
-            self._effects.append(Fail(request, f"the manifest in {what.folder} was not written"))
+        failed = [each for each in written.values() if each is not True]
+        if failed:
+            reason = f"the manifest in {what.folder} was not written: {failed[0]}"
+            self._effects.append(Fail(request, reason))
             return
         yield Edit(lambda view: views.saved(view, snapshot, before))
         self._effects.append(Reply(request, snapshot))
@@ -470,13 +480,17 @@ class Coordinator(Tasks):
         self._begin(self._roll_back(), change=True)
 
     def _roll_back(self) -> Steps:
-        if self.view.snapshot is None:
+        whole, why = None, "there is no snapshot to go back to"
+        if self.view.snapshots:
+            (found,) = (yield Examination(self.view.snapshots)).values()
+            whole, why = found.whole, f"no snapshot is whole: {found.reason}"
+        if whole is None:
             lost = ", ".join(str(each) for each in _lost_shards(self.view))
-            reason = (
-                f"all servers of shard {lost} were lost, and there is no snapshot to go back to"
-            )
+            reason = f"all servers of shard {lost} were lost, and {why}"
             yield Edit(lambda view: replace(view, number=view.number + 1, broken=reason))
             return
+        if whole != self.view.snapshot:
+            yield Edit(lambda view: views.going_back(view, whole))
         wanted = [str(name) for name in self.view.settings.get("servers", ())]
         yield Servers(frozenset(wanted))
         yield Edit(self._without_gone)
@@ -552,7 +566,7 @@ def _backed_up(view: View, number: int, server: Server) -> View:
 
 
 def _with_declared(view: View, what: orders.Announce) -> View:
-    if what.name in view.declared:
+    if not view.declared.get(what.name, KEPT).startswith(KEPT):
         return view
     declared = {**view.declared, what.name: what.text}
     return replace(view, number=view.number + 1, declared=declared)

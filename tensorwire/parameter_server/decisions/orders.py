@@ -174,11 +174,17 @@ class TakeSnapshot:
         folder: where the snapshot will be.
         draft: where it is written until it is whole.
         extra: what else the manifest holds.
+        overwrite: whether a snapshot that is there is replaced.
+        asker: who wants it.
+        step: pushes that the asker has made; -1 if it is no trainer.
     """
 
     folder: str
     draft: str
     extra: Any = None
+    overwrite: bool = False
+    asker: Client | None = None
+    step: int = -1
 
 
 @dataclass(frozen=True, slots=True)

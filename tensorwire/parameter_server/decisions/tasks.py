@@ -102,6 +102,27 @@ class Conclude:
 
 
 @dataclass(frozen=True, slots=True)
+class Examine:
+    """Read these snapshots until one is whole; then call ``answered`` with an ``Examined``."""
+
+    ask: int
+    snapshots: tuple[Snapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The answer to that.
+
+    Args:
+        whole: the first snapshot that is whole; None if none is.
+        reason: what is wrong with those before it.
+    """
+
+    whole: Snapshot | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Alarm:
     """Call ``rang`` after so many seconds."""
 
@@ -113,7 +134,9 @@ class Resign:
     """Another server coordinates."""
 
 
-Effect = Store | Tell | Ask | Undecided | Publish | Reply | Fail | Conclude | Alarm | Resign
+Effect = (
+    Store | Tell | Ask | Undecided | Publish | Reply | Fail | Conclude | Examine | Alarm | Resign
+)
 
 # --- what a task waits for
 
@@ -142,6 +165,13 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
+class Examination:
+    """The first of these snapshots that is whole; resumed with an ``Examined``."""
+
+    snapshots: tuple[Snapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Others:
     """Nothing, but others may change the cluster meanwhile."""
 
@@ -164,7 +194,7 @@ class Majority:
     suspects: frozenset[Server]
 
 
-Wait = Edit | AskAll | Manifest | Others | Servers | Majority
+Wait = Edit | AskAll | Manifest | Examination | Others | Servers | Majority
 Steps = Generator[Wait, Any, None]
 
 
@@ -320,6 +350,10 @@ class Tasks:
             task.answers = {}
             ask = self._new_ask(task, _NO_SHARD, orders.Query())
             self._effects.append(Conclude(ask, wait.snapshot, wait.extra, wait.parts))
+        elif isinstance(wait, Examination):
+            task.answers = {}
+            ask = self._new_ask(task, _NO_SHARD, orders.Query())
+            self._effects.append(Examine(ask, wait.snapshots))
         elif isinstance(wait, Servers):
             if wait.names <= self._names_living():
                 self._resume(task, False)

@@ -13,9 +13,15 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from tensorwire.parameter_server.decisions.slots import evenly, moved
+
+_OLDER: Final = 15
+"""Snapshots that are remembered besides the last."""
+
+KEPT: Final = "kept:"
+"""Begins the text of what a restored snapshot has, and nobody has declared yet."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -87,6 +93,10 @@ class Left:
     begin: int | None
     end: int
 
+    def encode(self) -> list[Any]:
+        """As a value of JSON."""
+        return [self.number, self.name, self.begin, self.end]
+
     def undone_by(self, snapshot: Snapshot) -> int:
         """The number of its pushes that are not in a snapshot."""
         first = snapshot.time if self.begin is None else self.begin
@@ -139,6 +149,19 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Older:
+    """A snapshot that is not the last.
+
+    Args:
+        snapshot: the snapshot.
+        left: trainers that left after it, and of which the next one has everything.
+    """
+
+    snapshot: Snapshot
+    left: tuple[Left, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """The layout of a cluster.
 
@@ -157,6 +180,7 @@ class View:
         made: shards there ever were.
         declared: by name of a table or dense group, what it is, as text.
         snapshot: the last whole snapshot, to which the cluster can go back.
+        older: snapshots before it, the latest first, to go back to if it is damaged.
         settings: what everybody who connects must agree about.
         broken: the reason for which the cluster cannot go on; empty if it can.
         left: trainers that have left since the last snapshot.
@@ -181,6 +205,13 @@ class View:
     broken: str = ""
     left: tuple[Left, ...] = ()
     undone: Mapping[str, int] = field(default_factory=dict)
+    older: tuple[Older, ...] = ()
+
+    @property
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """All snapshots to which the cluster may go back, the latest first."""
+        latest = () if self.snapshot is None else (self.snapshot,)
+        return (*latest, *(each.snapshot for each in self.older))
 
     def shard(self, number: int) -> Shard | None:
         """The shard of that number, if there still is one."""
@@ -205,7 +236,7 @@ class View:
 
     def encode(self) -> str:
         """As JSON."""
-        runs = _runs(self.slots)
+        runs = runs_of(self.slots)
         return json.dumps(
             {
                 "number": self.number,
@@ -229,8 +260,12 @@ class View:
                 "snapshot": self.snapshot.encode() if self.snapshot else None,
                 "settings": dict(self.settings),
                 "broken": self.broken,
-                "left": [[each.number, each.name, each.begin, each.end] for each in self.left],
+                "left": [each.encode() for each in self.left],
                 "undone": dict(self.undone),
+                "older": [
+                    [each.snapshot.encode(), [left.encode() for left in each.left]]
+                    for each in self.older
+                ],
             }
         )
 
@@ -251,6 +286,10 @@ class View:
             Trainer(number, Client(*client)) for number, *client in fields["trainers"]
         )
         fields["left"] = tuple(Left(*each) for each in fields["left"])
+        fields["older"] = tuple(
+            Older(Snapshot.decode(snapshot), tuple(Left(*each) for each in left))
+            for snapshot, left in fields["older"]
+        )
         return cls(**fields)
 
 
@@ -258,7 +297,8 @@ def _pair(server: Server) -> list[Any]:
     return [server.name, server.incarnation]
 
 
-def _runs(slots: Sequence[int]) -> list[list[int]]:
+def runs_of(slots: Sequence[int]) -> list[list[int]]:
+    """Shards with how many slots in a row each has, as values of JSON."""
     runs: list[list[int]] = []
     for shard in slots:
         if runs and runs[-1][0] == shard:
@@ -271,9 +311,15 @@ def _runs(slots: Sequence[int]) -> list[list[int]]:
 # --- how views follow each other
 
 
-def beginning_with(view: View, snapshot: Snapshot) -> View:
-    """A new cluster that begins as a snapshot of another one is, with trainers of its own."""
-    return replace(view, snapshot=replace(snapshot, counts={}))
+def beginning_with(view: View, snapshot: Snapshot, declared: Mapping[str, str]) -> View:
+    """A new cluster that begins as a snapshot of another one is, with trainers of its own.
+
+    Args:
+        view: the new cluster.
+        snapshot: where it begins.
+        declared: what is in the snapshot, by name.
+    """
+    return replace(view, snapshot=replace(snapshot, counts={}), declared=declared)
 
 
 def first(servers: Sequence[Server], backups: int, settings: Mapping[str, Any]) -> View:
@@ -385,7 +431,33 @@ def saved(view: View, snapshot: Snapshot, without: Collection[int]) -> View:
         without: numbers of those who had left before.
     """
     left = tuple(each for each in view.left if each.number not in without)
-    return replace(view, number=view.number + 1, snapshot=snapshot, left=left)
+    older = view.older
+    if view.snapshot is not None:
+        within = tuple(each for each in view.left if each.number in without)
+        older = (Older(view.snapshot, within), *older)[:_OLDER]
+    older = _without_folder(older, snapshot.folder)
+    return replace(view, number=view.number + 1, snapshot=snapshot, left=left, older=older)
+
+
+def _without_folder(older: tuple[Older, ...], folder: str) -> tuple[Older, ...]:
+    """Without snapshots that were overwritten; who left between goes to the one before."""
+    kept: list[Older] = []
+    left: tuple[Left, ...] = ()
+    for each in older:
+        left = (*left, *each.left)
+        if each.snapshot.folder != folder:
+            kept.append(Older(each.snapshot, left))
+            left = ()
+    return tuple(kept)
+
+
+def going_back(view: View, snapshot: Snapshot) -> View:
+    """The snapshots after this one are given up, as they are damaged."""
+    left, older = view.left, view.older
+    latest = view.snapshot
+    while latest != snapshot:
+        left, latest, older = (*left, *older[0].left), older[0].snapshot, older[1:]
+    return replace(view, number=view.number + 1, snapshot=latest, left=left, older=older)
 
 
 def resized(view: View, servers: Sequence[Server]) -> View:

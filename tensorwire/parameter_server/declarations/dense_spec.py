@@ -88,6 +88,7 @@ class DenseSpec:
         defaults: of the optimizer.
         groups: the hyper-parameters of each group.
         attributes: what else the optimizer object holds.
+        names: of the parameters in the model, if they are known.
     """
 
     name: str
@@ -99,6 +100,7 @@ class DenseSpec:
     defaults: Mapping[str, Any]
     groups: tuple[Mapping[str, Any], ...]
     attributes: Mapping[str, Any]
+    names: tuple[str, ...] = ()
 
     def differences(self, other: object) -> list[str]:
         """The points in which another declaration of this group says otherwise."""
@@ -177,7 +179,16 @@ def describe(name: str, optimizer: Optimizer, spread: Spread) -> DenseSpec:
         dict(optimizer.defaults),
         tuple(hyper_of(group) for group in optimizer.param_groups),
         _attributes(optimizer),
+        _names(optimizer),
     )
+
+
+def _names(optimizer: Optimizer) -> tuple[str, ...]:
+    """The parameters' names, if the optimizer was given them with their names."""
+    groups = optimizer.param_groups
+    if not all("param_names" in group for group in groups):
+        return ()
+    return tuple(str(name) for group in groups for name in group["param_names"])
 
 
 def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,18 +275,33 @@ def require_step(spec: DenseSpec) -> None:
     Raises:
         ValueError: the step fails.
     """
+    _after_a_step(spec)
+
+
+def state_keys(spec: DenseSpec) -> dict[tuple[int, int], list[str]]:
+    """The names of the state kept for a parameter, by its group and number of dimensions.
+
+    Raises:
+        ValueError: the optimizer cannot step.
+    """
+    tried, kinds = _after_a_step(spec)
+    return {kind: sorted(tried.state.get(each, {})) for kind, each in kinds.items()}
+
+
+def _after_a_step(spec: DenseSpec) -> tuple[Optimizer, dict[tuple[int, int], nn.Parameter]]:
     smallest: dict[tuple[int, int], Piece] = {}
     for piece in spec.pieces:
         kind = piece.group, len(spec.shapes[piece.parameter])
         if len(piece) <= min(_LARGE, len(smallest.get(kind, range(_LARGE)))):
             smallest[kind] = piece
-    tried = optimizer_of(copy.deepcopy(spec))
-    for piece in smallest.values():
+    tried, parameters = optimizer_of(copy.deepcopy(spec)), {}
+    for kind, piece in smallest.items():
         shape = spec.shapes[piece.parameter]
         flat = (len(piece),) if spec.spread is Spread.ELEMENTS else shape
         parameter = nn.Parameter(torch.zeros(flat, dtype=spec.dtypes[piece.parameter]))
         parameter.grad = torch.zeros_like(parameter)
         tried.param_groups[piece.group]["params"].append(parameter)
+        parameters[kind] = parameter
     try:
         tried.step()
     except Exception as error:
@@ -284,6 +310,7 @@ def require_step(spec: DenseSpec) -> None:
             f"gradients on the CPU: {type(error).__name__}: {error}; choose another optimizer or "
             "other options of it, or keep this one local"
         ) from error
+    return tried, parameters
 
 
 def optimizer_of(spec: DenseSpec) -> Optimizer:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import rpc
-from tensorwire.checkpoint import CheckpointError, Draft
 from tensorwire.parameter_server.decisions import orders, tasks, views
 from tensorwire.parameter_server.decisions.coordination import Coordinator
 from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.replica import NotHead
-from tensorwire.parameter_server.decisions.views import Server, View
+from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, latest_life
 from tensorwire.parameter_server.messaging.settings import Meeting
+from tensorwire.parameter_server.server.drafts import Drafts, Refused, examine
 from tensorwire.parameter_server.server.shard import Call
-from tensorwire.parameter_server.server.writing import part_name
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.server.node import Node
@@ -42,8 +42,7 @@ class Coordinating:
         self._coordinator: Coordinator | None = None
         self._requests: dict[int, Call] = {}
         self._numbers = itertools.count()
-        self._drafts: dict[str, Draft] = {}
-        self._snapshots: dict[int, str] = {}
+        self._drafts = Drafts()
         self._meeting = Meeting(node.host.worker)
         self._closed = False
 
@@ -57,8 +56,8 @@ class Coordinating:
         self._coordinator = None
         for number in list(self._requests):
             self._settle(number, messages.Rejected(""))
-        self._discard(list(self._drafts))
-        self._snapshots.clear()
+        for call in self._drafts.close():
+            self._node.later(partial(call.answer, messages.Rejected("")))
 
     # --- who coordinates
 
@@ -146,15 +145,14 @@ class Coordinating:
             return
         number = next(self._numbers)
         if isinstance(what, orders.TakeSnapshot):
-            try:
-                draft = Draft.create(what.folder)
-            except (OSError, ValueError, CheckpointError) as error:
-                call.answer(messages.Rejected(str(error)))
+            begun = self._drafts.begin(number, call, what, self._coordinator.view)
+            if isinstance(begun, Refused):
+                call.answer(messages.Rejected(begun.reason))
+            elif isinstance(begun, Snapshot):
+                call.answer(messages.Granted(begun))
+            if not isinstance(begun, orders.TakeSnapshot):
                 return
-            folder = str(draft.path)
-            self._drafts[folder] = draft
-            self._snapshots[number] = folder
-            what = orders.TakeSnapshot(folder, str(draft.folder), what.extra)
+            what = begun
         if isinstance(what, orders.Resize):
             for server in what.servers:
                 if self._lives(server):
@@ -188,6 +186,8 @@ class Coordinating:
                 self._settle(effect.request, messages.Rejected(effect.reason))
             elif isinstance(effect, tasks.Conclude):
                 self._conclude(effect)
+            elif isinstance(effect, tasks.Examine):
+                self._examine(effect)
             elif isinstance(effect, tasks.Alarm):
                 self._node.later(lambda: self._node.host.after(tasks.PATIENCE, self._ring))
             else:
@@ -272,12 +272,11 @@ class Coordinating:
                 self._node.host.worker.post(name, channel, text.encode())
 
     def _settle(self, request: int, answer: Any) -> None:
-        call = self._requests.pop(request, None)
-        if call is not None:
-            self._node.later(lambda: call.answer(answer))
-        folder = self._snapshots.pop(request, None)
-        if folder in self._drafts:
-            self._discard([folder])
+        calls = self._drafts.end(request, isinstance(answer, messages.Granted))
+        if request in self._requests:
+            calls.append(self._requests.pop(request))
+        for call in calls:
+            self._node.later(partial(call.answer, answer))
 
     def _resign(self) -> None:
         self._stop()
@@ -304,39 +303,21 @@ class Coordinating:
     # --- snapshots
 
     def _conclude(self, effect: tasks.Conclude) -> None:
-        draft = self._drafts.get(effect.snapshot.folder)
-
-        def commit() -> None:
-            done = draft is not None and self._commit(draft, effect)
-            with self._node.acting():
-                self._answered(effect.ask, done)
-
-        self._node.later(lambda: self._node.host.start(commit))
-
-    def _commit(self, draft: Draft, effect: tasks.Conclude) -> bool:
         view = self._node.view
         assert view is not None
-        about = {
-            "parameter_server": 1,
-            "counts": [list(each) for each in sorted(effect.snapshot.counts.items())],
-            "time": effect.snapshot.time,
-            "epoch": view.epoch,
-            "declared": dict(view.declared),
-            "settings": dict(view.settings),
-            "extra": effect.extra,
-        }
-        try:
-            draft.commit([part_name(shard) for shard in effect.parts], about)
-        except (OSError, CheckpointError) as error:
-            _logger.error("the snapshot %s was not completed: %s", draft.path, error)
-            return False
-        self._drafts.pop(effect.snapshot.folder, None)
-        return True
+        self._aside(effect.ask, lambda: self._drafts.commit(effect, view))
 
-    def _discard(self, folders: list[str]) -> None:
-        for folder in folders:
-            draft = self._drafts.pop(folder, None)
-            if draft is None:
-                continue
-            with contextlib.suppress(OSError):
-                draft.discard()
+    def _examine(self, effect: tasks.Examine) -> None:
+        self._aside(effect.ask, lambda: examine(effect.snapshots))
+
+    def _aside(self, ask: int, work: Callable[[], Any]) -> None:
+        """Does what takes long on a thread of its own, and gives the coordinator the answer."""
+        coordinator = self._coordinator
+
+        def done() -> None:
+            answer = work()
+            with self._node.acting():
+                if self._coordinator is coordinator:
+                    self._answered(ask, answer)
+
+        self._node.later(lambda: self._node.host.start(done))

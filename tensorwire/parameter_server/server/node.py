@@ -302,7 +302,7 @@ class Node:
             return
         number = shard.replica.shard
         try:
-            write(order.folder, number, frozen, shard.state.tables, shard.lane.state_lock)
+            write(order.folder, number, frozen, shard.lane.state_lock)
             call.answer(number)
         except Exception as error:
             _logger.warning("shard %d could not write its snapshot: %s", number, error)

@@ -20,7 +20,7 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Apply, Cut, Push, Reached
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency, Reduce
 from tensorwire.parameter_server.decisions.replica import Assign, Exported, Import
-from tensorwire.parameter_server.declarations import spec as specs
+from tensorwire.parameter_server.decisions.views import KEPT
 from tensorwire.parameter_server.declarations.dense_spec import DenseSpec, PieceData
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Float32, Packed
@@ -33,7 +33,9 @@ from tensorwire.parameter_server.messaging.messages import (
     TablePush,
     Values,
 )
-from tensorwire.parameter_server.server.writing import Restored
+from tensorwire.parameter_server.server import restoring
+from tensorwire.parameter_server.snapshots.contents import Restored
+from tensorwire.parameter_server.snapshots.kept import spec_of
 from tensorwire.parameter_server.storage import tables as many
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
 from tensorwire.parameter_server.storage.frozen import Frozen
@@ -49,8 +51,17 @@ Buffers = Callable[[str, Sequence[int], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MovedTable:
-    """Rows of a table that go to another shard."""
+    """Rows of a table that go to another shard.
 
+    Args:
+        declared: the text by which the table was declared where they come from.
+        ids: of the rows.
+        columns: all that is kept for each row.
+        candidates: ids that wait for a row.
+        steps: updates of the table.
+    """
+
+    declared: str
     ids: Any
     columns: Mapping[str, Any]
     candidates: Any
@@ -59,8 +70,16 @@ class MovedTable:
 
 @dataclass(frozen=True, slots=True)
 class MovedDense:
-    """Pieces that go to another shard."""
+    """Pieces that go to another shard.
 
+    Args:
+        declared: the text by which the group was declared where they come from.
+        data: the pieces.
+        steps: updates of the group.
+        is_loaded: whether a trainer has said how it begins.
+    """
+
+    declared: str
     data: Mapping[int, PieceData]
     steps: int
     is_loaded: bool
@@ -74,13 +93,38 @@ class Moved:
     dense: Mapping[str, MovedDense]
 
 
-@dataclass(slots=True)
-class FrozenShard:
-    """A shard as it was at a cut."""
+@dataclass(frozen=True, slots=True)
+class FrozenDense:
+    """A dense group as it was at a cut.
 
-    tables: dict[str, Frozen]
-    dense: dict[str, dict[int, PieceData]]
-    dense_steps: dict[str, int]
+    Args:
+        spec: what it is.
+        groups: the hyper-parameters of each group.
+        data: its pieces.
+        steps: how often it was updated.
+        is_loaded: whether a trainer had said how it begins.
+    """
+
+    spec: DenseSpec
+    groups: tuple[Mapping[str, Any], ...]
+    data: Mapping[int, PieceData]
+    steps: int
+    is_loaded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenShard:
+    """A shard as it was at a cut.
+
+    Args:
+        slots: the map.
+        tables: by name.
+        dense: by name.
+    """
+
+    slots: tuple[int, ...]
+    tables: Mapping[str, Frozen]
+    dense: Mapping[str, FrozenDense]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +152,7 @@ class Copied:
 
     slots: tuple[int, ...]
     declared: Mapping[str, str]
-    folder: str
+    time: int
     updates: int
     tables: Mapping[str, CopiedTable]
     dense: Mapping[str, MovedDense]
@@ -155,8 +199,7 @@ class ShardState:
         self._buffers = buffers
         self._device = device
         self._memos: dict[int, deque[Memo]] = {}
-        self._restored: Restored | None = None
-        self._folder = ""
+        self._time = 0
 
     @property
     def bytes(self) -> int:
@@ -185,6 +228,7 @@ class ShardState:
 
     def _apply(self, update: Apply) -> None:
         self.updates += 1
+        self._time = max(self._time, update.time)
         loads: list[tuple[Push, Load]] = [(push, push.load) for push in update.pushes]
         share = float(len(loads)) if self._mean and len(loads) > 1 else None
         for names, pushes in _together(loads).items():
@@ -212,34 +256,44 @@ class ShardState:
         return DensePart(grads, part.absent, part.hyper)
 
     def _prime(self, order: orders.Prime) -> None:
-        self.slots = order.slots
-        self._open("" if order.awaited else order.folder)
+        self.slots, self._time = order.slots, order.time
         declared, self.declared = {**self.declared, **order.declared}, {}
         self.tables, self.dense = {}, {}
         self._memos.clear()
         for name, text in declared.items():
             self._declare(name, text)
+        if order.folder and not order.awaited:
+            self._restore(Restored.open(order.folder))
 
-    def _open(self, folder: str) -> None:
-        """Tables that are declared from now on begin as in that snapshot."""
-        self._folder = folder
-        self._restored = Restored.open(folder) if folder else None
+    def _restore(self, restored: Restored) -> None:
+        """Everything of the snapshot that belongs to this shard."""
+        for table in self.tables.values():
+            restoring.load_table(table, restored, self._own(), self._time)
+        for group in self.dense.values():
+            restoring.load_dense(group, restored)
 
     def _declare(self, name: str, text: str) -> None:
-        if name in self.declared:
+        known = self.declared.get(name)
+        if known is not None and (known == text or not known.startswith(KEPT)):
             return
         self.declared[name] = text
         if not self.slots:  # it is made when the shard is primed, which says what belongs to it
             return
-        spec = specs.decode(text)
+        spec = spec_of(name, text)
         if isinstance(spec, TableSpec):
-            self.tables[name] = Table(spec, self._kernels, self._device)
-            if self._restored is not None:
-                self._restored.load_table(self.tables[name], self._own())
-        elif isinstance(spec, DenseSpec):
-            self.dense[name] = DenseShard(spec, self.slots, self.shard)
-            if self._restored is not None:
-                self._restored.load_dense(self.dense[name])
+            kept = self.tables.get(name)
+            self.tables[name] = (
+                Table(spec, self._kernels, self._device)
+                if kept is None
+                else restoring.declared_table(kept, spec, self._time, self._device)
+            )
+        else:
+            group = self.dense.get(name)
+            self.dense[name] = (
+                DenseShard(spec, self.slots, self.shard)
+                if group is None
+                else restoring.declared_dense(group, spec, self.slots)
+            )
 
     def _own(self) -> Any:
         return np.asarray(self.slots) == self.shard
@@ -262,9 +316,9 @@ class ShardState:
     def freeze(self) -> FrozenShard:
         """The shard as it is now."""
         return FrozenShard(
+            self.slots,
             {name: table.freeze() for name, table in self.tables.items()},
-            {name: group.data(group.pieces) for name, group in self.dense.items()},
-            {name: group.steps for name, group in self.dense.items()},
+            {name: _frozen(group) for name, group in self.dense.items()},
         )
 
     def copied(self) -> Copied:
@@ -272,11 +326,13 @@ class ShardState:
         return Copied(
             self.slots,
             dict(self.declared),
-            self._folder,
+            self._time,
             self.updates,
             {name: _copied(table) for name, table in self.tables.items()},
             {
-                name: MovedDense(group.data(group.pieces), group.steps, group.is_loaded)
+                name: MovedDense(
+                    self.declared[name], group.data(group.pieces), group.steps, group.is_loaded
+                )
                 for name, group in self.dense.items()
             },
             dict(self.exports),
@@ -284,10 +340,9 @@ class ShardState:
 
     def become(self, copied: Copied, rows: Mapping[str, Sequence[Rows]]) -> None:
         """Takes over what another server kept of this shard."""
-        self.slots, self.updates = copied.slots, copied.updates
+        self.slots, self.updates, self._time = copied.slots, copied.updates, copied.time
         for name, text in copied.declared.items():
             self._declare(name, text)
-        self._open(copied.folder)
         for name, about in copied.tables.items():
             table = self.tables[name]
             table.become(about.hyper, about.steps, about.swept, about.counts)
@@ -308,8 +363,8 @@ class ShardState:
 
     def thaw(self, frozen: FrozenShard) -> None:
         """Nobody needs to know any more how the shard was."""
-        for name, each in frozen.tables.items():
-            self.tables[name].thaw(each)
+        for each in frozen.tables.values():
+            each.thaw()
 
     def _move(self, slots: tuple[int, ...], targets: Sequence[int], epoch: int) -> None:
         """Sets rows and pieces aside for those who keep them from now on."""
@@ -323,7 +378,8 @@ class ShardState:
             for name, data in dense.items():
                 group = self.dense[name]
                 own = {p: d for p, d in data.items() if slots[group.spec.pieces[p].slot] == target}
-                pieces[name] = MovedDense(own, group.steps, group.is_loaded)
+                text = self.declared[name]
+                pieces[name] = MovedDense(text, own, group.steps, group.is_loaded)
             moved = {name: parts[target] for name, parts in tables.items()}
             self.exports[target, epoch] = Moved(moved, pieces)
 
@@ -333,7 +389,8 @@ class ShardState:
             rows = table.rows_in(slots == target)
             taken = table.taken(rows)
             waiting = table.take_candidates(slots == target)
-            left[target] = MovedTable(taken.ids, taken.columns, waiting, table.steps)
+            text = self.declared[table.spec.name]
+            left[target] = MovedTable(text, taken.ids, taken.columns, waiting, table.steps)
             going.append(rows)
         if going:
             table.remove(np.concatenate(going))
@@ -344,15 +401,19 @@ class ShardState:
         for name, rows in moved.tables.items():
             self.enter(name, rows)
         for name, pieces in moved.dense.items():
+            self._declare(name, pieces.declared)
             group = self.dense[name]
-            group.enter(pieces.data, pieces.steps)
+            data = restoring.pieces_as_declared(pieces.data, pieces.declared, group.spec)
+            group.enter(data, pieces.steps)
             group.is_loaded = group.is_loaded or pieces.is_loaded
 
     def enter(self, name: str, rows: MovedTable) -> None:
-        """Takes rows of a table in."""
+        """Takes rows of a table in, which may have been declared there and not yet here."""
+        self._declare(name, rows.declared)
         table = self.tables[name]
+        moved = Rows(rows.ids, dict(rows.columns))
         table.steps = max(table.steps, rows.steps)
-        table.enter(Rows(rows.ids, dict(rows.columns)))
+        table.enter(restoring.rows_as_declared(moved, rows.declared, table.spec, self._time))
         if rows.candidates is not None:
             table.enter_candidates(rows.candidates)
 
@@ -430,3 +491,8 @@ def _alone(part: TablePush) -> list[TablePush]:
 def _copied(table: Table) -> CopiedTable:
     counts = (table.evicted, table.dropped)
     return CopiedTable(table.rule.hyper(), table.steps, table.swept, counts, table.candidates())
+
+
+def _frozen(group: DenseShard) -> FrozenDense:
+    data = group.data(group.pieces)
+    return FrozenDense(group.spec, group.groups, data, group.steps, group.is_loaded)

@@ -21,7 +21,7 @@ class Candidates:
     """
 
     def __init__(self, enough: int, kernels: ModuleType) -> None:
-        self._enough = enough
+        self.enough = enough
         self._k = kernels
         self._index = Index(kernels)
         self._rows = Column(np.int64, 3)  # id, pushes, when it was pushed last
@@ -44,7 +44,7 @@ class Candidates:
         self._rows.rows[rows, 0] = ids
         self._rows.rows[rows, 1] += pushes
         self._rows.rows[rows, 2] = time
-        enough = self._rows.rows[rows, 1] >= self._enough
+        enough = self._rows.rows[rows, 1] >= self.enough
         self._remove(rows[enough])
         return enough
 

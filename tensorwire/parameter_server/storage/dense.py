@@ -17,6 +17,7 @@ from tensorwire.parameter_server.declarations.dense_spec import (
     PieceData,
     Spread,
     copied,
+    hyper_of,
     optimizer_of,
 )
 from tensorwire.parameter_server.kernels.sharing import MOST_SHARES, share_out, shares_of
@@ -51,7 +52,7 @@ class DenseShard:
         self.steps = 0
         self.is_loaded = False
         self.loader = -1
-        self._shard = shard
+        self.shard = shard
         count = MOST_SHARES if spec.spread is Spread.ELEMENTS else 1
         self._optimizers = [optimizer_of(spec) for _ in range(count)]
         self._state = self._optimizers[0].state
@@ -108,6 +109,11 @@ class DenseShard:
         return nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
 
     # --- reading
+
+    @property
+    def groups(self) -> tuple[Mapping[str, Any], ...]:
+        """The hyper-parameters of each group as they are now."""
+        return tuple(hyper_of(group) for group in self._optimizers[0].param_groups)
 
     def values(self) -> Mapping[torch.dtype, Tensor]:
         """All elements, by dtype, in the order of the pieces; they change with the next step."""
@@ -187,7 +193,7 @@ class DenseShard:
 
     def leave(self, slots: Sequence[int]) -> dict[int, PieceData]:
         """Lets pieces go that another map gives to other shards; returns them."""
-        staying = set(self.spec.kept_by(slots, self._shard))
+        staying = set(self.spec.kept_by(slots, self.shard))
         going = [place for place in self.pieces if place not in staying]
         left = self.data(going)
         self._arrange(self.data([place for place in self.pieces if place in staying]))

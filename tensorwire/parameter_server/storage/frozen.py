@@ -27,6 +27,7 @@ class Frozen:
 
     def __init__(self, table: Table, kernels: ModuleType) -> None:
         self.count = len(table)
+        self.spec = table.spec
         self.steps = table.steps
         self.rule = table.rule
         self.candidates = table.candidates()
@@ -44,6 +45,10 @@ class Frozen:
         count = self._k.claim(self._pending, rows, claimed)
         if count:
             self._saved.append(self._table.taken(claimed[:count]))
+
+    def thaw(self) -> None:
+        """Nobody needs to know any more how the table was."""
+        self._table.thaw(self)
 
     def next_piece(self, size: int) -> Rows | None:
         """The next rows as they were; None after the last. Call it under the shard's lock."""

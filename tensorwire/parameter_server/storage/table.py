@@ -310,6 +310,17 @@ class Table:
         shorten(values, ids, getattr(self.spec.init, "seed", 0), self.steps, bits)
         self.weight.rows[rows] = bits
 
+    def redeclare(self, spec: TableSpec) -> None:
+        """Becomes the table of a declaration that keeps the same columns."""
+        self.spec = spec
+        self.set_hyper(spec.rule)
+        if spec.admit is not None and self._candidates is not None:
+            self._candidates.enough = spec.admit.pushes
+
+    def another(self, spec: TableSpec, device: torch.device | None) -> Table:
+        """An empty table beside this one."""
+        return Table(spec, self._k, device)
+
     def set_hyper(self, rule: Rule) -> None:
         """The next updates are made with these hyper-parameters."""
         self.rule = rule

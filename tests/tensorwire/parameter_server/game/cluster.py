@@ -45,6 +45,7 @@ class Game:
         self.islands: set[Server] = set()
         self.lives: Counter[str] = Counter()
         self.folders: dict[str, dict[int, History]] = {}
+        self.damaged: set[str] = set()
         self.kinds: dict[tuple[int, int], PushKind] = {}
         self.names: dict[int, str] = {}
         self.finished: set[int] = set()

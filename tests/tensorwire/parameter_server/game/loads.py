@@ -163,7 +163,7 @@ class RealState:
             if found != {real_ids()[each]: value for each, value in wanted.items()}:
                 raise Broken(f"shard {self.state.shard} has rows {found}, not {wanted}")
         if DENSE in frozen.dense:
-            data = {IDS[place]: p.value.item() for place, p in frozen.dense[DENSE].items()}
+            data = {IDS[place]: p.value.item() for place, p in frozen.dense[DENSE].data.items()}
             if data != {each: wanted.get(each, 0.0) for each in {*data, *wanted}}:
                 raise Broken(f"shard {self.state.shard} has dense values {data}, not {wanted}")
 

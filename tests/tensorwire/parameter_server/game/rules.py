@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,8 @@ class Rules:
             whole |= rows
         self.check_exact(whole, effect.snapshot)
         self.game.folders[effect.snapshot.folder] = whole
+        if random.Random(f"{self.game.plan} {effect.snapshot}").random() < 0.3:
+            self.game.damaged.add(effect.snapshot.folder)
 
     def check_exact(self, whole: dict[int, History], snapshot: Snapshot) -> None:
         lost = {self.number_of(life) for life in self.game.lost_trainers}
@@ -128,7 +131,8 @@ class Rules:
                 getattr(plan, f"{k}s") - self.game.budget[k] for k in ("kill", "resize")
             )
             may_lose = kills > min(plan.backups, plan.servers - 1) or resizes
-            if self.game.view.snapshot is not None or not may_lose:
+            whole = [s for s in self.game.view.snapshots if s.folder not in self.game.damaged]
+            if whole or not may_lose:
                 raise Broken(f"the cluster gave up: {self.game.view.broken}")
             return
         rows: dict[int, History] = {}

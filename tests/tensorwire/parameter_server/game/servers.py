@@ -36,6 +36,8 @@ from tensorwire.parameter_server.decisions.tasks import (
     Alarm,
     Ask,
     Conclude,
+    Examine,
+    Examined,
     Fail,
     Publish,
     Reply,
@@ -236,6 +238,8 @@ class ServerProcess(Process):
                 self.game.rules.conclude(effect)
                 coordinator, ask = self.coordinator, effect.ask
                 self.game.later(self, partial(self.order_answered, coordinator, ask, True))
+            elif isinstance(effect, Examine):
+                self.examine(effect)
             elif isinstance(effect, Alarm):
                 self.game.alarm(self)
             elif isinstance(effect, Resign):
@@ -253,6 +257,14 @@ class ServerProcess(Process):
                 self.see(answer)
 
         self.call(effect.to, ("poll", effect.view, effect.suspects), answered)
+
+    def examine(self, effect: Examine) -> None:
+        """Some snapshots are damaged, of which the cluster hears when it would go back to them."""
+        damaged = self.game.damaged.intersection(each.folder for each in effect.snapshots)
+        whole = [each for each in effect.snapshots if each.folder not in damaged]
+        found = Examined(whole[0] if whole else None, f"{sorted(damaged)} are damaged")
+        coordinator = self.coordinator
+        self.game.later(self, lambda: self.order_answered(coordinator, effect.ask, found))
 
     def order_answered(self, coordinator: Coordinator | None, ask: int, answer: Any) -> None:
         if answer is None or isinstance(answer, NotHead):
