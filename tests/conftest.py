@@ -90,12 +90,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that takes ``kill_seed`` as often as was said, with another seed each time.
 
-    ``@pytest.mark.kills(20)`` says that twenty times are enough.
+    ``@pytest.mark.kills(20)`` says that twenty times are enough, and ``usual=1`` that one is
+    elsewhere than under ``make kills``.
     """
     if "kill_seed" in metafunc.fixturenames:
-        times = metafunc.config.getoption("--kills")
+        asked = times = metafunc.config.getoption("--kills")
         for mark in metafunc.definition.iter_markers("kills"):
             times = min([times, *mark.args])
+            if asked <= _USUAL_KILLS:
+                times = min(times, mark.kwargs.get("usual", times))
         metafunc.parametrize("kill_seed", range(times))
 
 

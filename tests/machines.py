@@ -76,12 +76,12 @@ class Machine:
         """Joins the cable again."""
         _ip(self.switch, "link", "set", f"port{self.number}", "up")
 
-    def lose_what_is_sent_to(self, other: Machine) -> None:
-        """Cuts one direction: what this machine sends to the other is lost, without a sign."""
+    def loses(self, other: Machine) -> None:
+        """Cuts one direction: what this machine sends to the other is lost without a sign."""
         self.ip("neigh", "replace", other.address, "lladdr", _NOBODYS, "dev", "eth0", "nud",
                 "permanent")  # fmt: skip
 
-    def send_again_to(self, other: Machine) -> None:
+    def reaches(self, other: Machine) -> None:
         """Mends that direction."""
         self.ip("neigh", "del", other.address, "dev", "eth0")
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.machines import Machine, machines, require_machines
-from tests.tensorwire.launch.jobs import LIGHT, SECONDS, Job, job
+from tests.tensorwire.launch.jobs import FORKED, LIGHT, PROGRAMS, SECONDS, Agent, Job, job
 from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("process_server"),
     pytest.mark.xdist_group("launch"),
+    pytest.mark.timeout(300),
 ]
 PORT = 29400
+BSP, ASYNC, CALLS = "bsp", "async", "calls"
+TROUBLE = ("Traceback", "Exception raised", "could not answer")
+"""What no log has of anything that was to be expected."""
 
 
 @pytest.fixture
@@ -100,3 +108,167 @@ def test_an_address_that_every_machine_has_is_refused(work: Job, hosts: Sequence
         "the 2 agents that --nnodes asks for would wait on its own machine; give an address by "
         f"which the others reach this one ({hosts[0].address} (eth0)), or say"
     )
+
+
+# --- Jobs that grow, and lose machines and cables
+
+
+def start(work: Job, machine: Machine, kind: str, restarts: int = 3) -> Agent:
+    """An agent with one server and one trainer: of tables under BSP or async, or of calls."""
+    command = (str(PROGRAMS / "elastic.py"), str(work.folder), kind, "1")
+    if kind == CALLS:
+        command = (str(PROGRAMS / "member.py"), str(work.folder), "ps:0")
+    role = f"max_restarts={restarts}"
+    roles = ("--role", f"ps:1,service,{role}", "--role", f"trainer:1,{role}")
+    return work.start(*flags(work, "one", "1:2"), *FORKED, *roles, *command, machine=machine)
+
+
+def progress(work: Job, name: str) -> dict[str, Any]:
+    path = work.folder / f"{name}.progress"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": 0}
+    return found
+
+
+def works_on(work: Job, name: str, after: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Waits until a trainer, in a later life than ``after`` was, has done some more steps."""
+    lives = (after or {}).get("incarnation", -1)
+
+    def steps() -> int:
+        now = progress(work, name)
+        return int(now["steps"]) if now.get("incarnation", lives) > lives else -1
+
+    before = max(0, steps())
+    until(lambda: steps() >= before + 3, SECONDS, 0.05)
+    return progress(work, name)
+
+
+def is_calm(agent: Agent) -> bool:
+    return not any(trouble in agent.said for trouble in TROUBLE)
+
+
+def says(agent: Agent, text: str) -> None:
+    until(lambda: text in agent.said, SECONDS, 0.05)
+
+
+def end(work: Job, *agents: Agent) -> None:
+    work.end()
+    assert [agent.wait() for agent in agents] == [0] * len(agents)
+
+
+STRUCK_OUT = "agent 1 gives no sign of life; it is struck out"
+RETURNED = (
+    "rpcrun: no sign of life of this agent reached the others, who have struck it out: ps:1, "
+    "trainer:1 end here, as their seats may be others' by now, and it joins again\n",
+    "rpcrun: this agent is back in the job\n",
+    "rpcrun: ps:1, trainer:1 start again, as lives 2, 2\n",
+)
+
+
+@pytest.mark.kills(20, usual=1)
+@pytest.mark.parametrize("kind", [BSP, ASYNC, CALLS])
+def test_a_machine_joins_dies_and_is_replaced_while_the_others_go_on(
+    work: Job, hosts: Sequence[Machine], kind: str, kill_seed: int
+) -> None:
+    one, two = hosts
+    first = start(work, one, kind)
+    alone = works_on(work, "trainer:0")
+    start(work, two, kind)
+    joined = works_on(work, "trainer:1")
+    time.sleep(random.Random(kill_seed).uniform(0, 1))  # the moment is to be any
+    two.power_off()
+    says(first, STRUCK_OUT)
+    works_on(work, "trainer:0")
+    two.mend()
+    third = start(work, two, kind)
+    again = works_on(work, "trainer:1", joined)
+    assert works_on(work, "trainer:0")["pid"] == alone["pid"]
+    assert again["pid"] != joined["pid"]
+    end(work, first, third)
+    assert is_calm(first), first.said
+
+
+@pytest.mark.kills(20, usual=1)
+@pytest.mark.parametrize("cut", ["both", "to the store", "from the store"])
+def test_a_machine_whose_cable_is_mended_is_back_with_its_workers(
+    work: Job,
+    hosts: Sequence[Machine],
+    cut: str,
+    kill_seed: int,
+    full_length: bool,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    one, two = hosts
+    first = start(work, one, CALLS, restarts=0)
+    alone = works_on(work, "trainer:0")
+    second = start(work, two, CALLS, restarts=0)
+    before = works_on(work, "trainer:1")
+    cuts: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+        "both": (two.cut, two.mend),
+        "to the store": (lambda: two.loses(one), lambda: two.reaches(one)),
+        "from the store": (lambda: one.loses(two), lambda: one.reaches(two)),
+    }
+    begin, mend = cuts[cut]
+    begin()
+    says(first, STRUCK_OUT)
+    time.sleep(random.Random(kill_seed).uniform(0, 8 if full_length else 1))  # any moment
+    mend()
+    mended = time.monotonic()
+    works_on(work, "trainer:1", before)
+    record_property("seconds", time.monotonic() - mended)
+    assert works_on(work, "trainer:0")["pid"] == alone["pid"]
+    assert [second.said.count(line) for line in RETURNED] == [1, 1, 1]
+    end(work, first, second)
+    assert is_calm(first), first.said
+
+
+def test_a_cut_that_is_shorter_than_the_patience_is_a_pause(
+    work: Job, hosts: Sequence[Machine]
+) -> None:
+    agents, before = [], []
+    for number, machine in enumerate(hosts):
+        agents.append(start(work, machine, CALLS, restarts=0))
+        before.append(works_on(work, f"trainer:{number}"))
+    hosts[1].cut()
+    time.sleep(1)  # no synchronisation: so long is the cut
+    hosts[1].mend()
+    after = [works_on(work, f"trainer:{number}") for number in range(2)]
+    assert [each["pid"] for each in after] == [each["pid"] for each in before]
+    end(work, *agents)
+
+
+def test_without_the_machine_that_hosts_the_store_a_job_ends_with_one_sentence(
+    work: Job, hosts: Sequence[Machine]
+) -> None:
+    one, two = hosts
+    patience = ("--rdzv-conf", "read_timeout=3")
+    program = (*patience, "--role", "trainer:1", LIGHT, str(work.folder))
+    work.start(*flags(work, "one", "2"), *program, machine=one)
+    second = work.start(*flags(work, "one", "2"), *program, machine=two)
+    for number in range(2):
+        work.life(f"trainer:{number}")
+    one.power_off()
+    assert second.wait() == 1
+    assert "the store of the rendezvous at one:29400 was lost, and with it the job" in second.said
+    assert is_calm(second), second.said
+
+
+def test_a_process_group_is_formed_anew_without_a_machine_that_died(
+    work: Job, hosts: Sequence[Machine]
+) -> None:
+    ddp = ("--role", "ddp:1,pg,max_restarts=3", str(PROGRAMS / "ddp.py"), str(work.folder))
+    first, _ = (
+        work.start(*flags(work, "one", "1:2"), *FORKED, *ddp, machine=machine) for machine in hosts
+    )
+
+    def averages(size: int) -> bool:
+        """Some life of some member has seen a group of that size."""
+        return any(
+            path.read_text().split()[1:2] == [str(size)] for path in work.folder.glob("ddp:*.*")
+        )
+
+    until(lambda: averages(2), SECONDS, 0.05)
+    for path in work.folder.glob("ddp:*.*"):
+        path.unlink()
+    hosts[1].power_off()
+    until(lambda: averages(1), SECONDS, 0.05)
+    end(work, first)

@@ -1,6 +1,6 @@
 """A worker of a group: a server that counts, or a trainer that has all servers count.
 
-    member.py FOLDER
+    member.py FOLDER [SERVER ...]
 
 A trainer works until there is a file ``FOLDER/end``, and writes after each step how far it is to
 ``FOLDER/NAME.progress``.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import rpc
 
-SERVERS = ("ps:0", "ps:1")
+SERVERS = sys.argv[2:] or ["ps:0", "ps:1"]
 
 
 def process() -> int:
