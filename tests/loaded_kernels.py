@@ -1,5 +1,10 @@
 """Loads the parameter server's kernels when it is imported: processes forked later have them."""
 
-from tensorwire.parameter_server.server.loading import load_kernels
+import importlib.util
 
+from tensorwire.parameter_server.kernels import meanwhile
+from tensorwire.parameter_server.server.loading import compile_kernels, load_kernels
+
+if importlib.util.find_spec("numba") is not None and not meanwhile.are_compiled():
+    compile_kernels()
 load_kernels()

@@ -60,9 +60,8 @@ _BACKENDS_FOR_ROLES = ("static", "c10d", BACKEND)
 _STATIC_PORT = 29500
 _THREADS = "OMP_NUM_THREADS"
 _IMPORTED = ("rpc", "autograd_dist", "optim_dist", "remote_module")
-_PREPARED = {
-    "tensorwire.parameter_server": "tensorwire.parameter_server.server.loading:load_kernels"
-}
+_PARAMETER_SERVER = "tensorwire.parameter_server"
+_PREPARED = {_PARAMETER_SERVER: f"{_PARAMETER_SERVER}.server.loading:load_compiled_kernels"}
 """Functions that the template calls, by the modules of servers that then begin sooner."""
 
 
