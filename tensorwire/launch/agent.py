@@ -50,6 +50,7 @@ from rpc.extend import (
 from tensorwire.launch.board import Board
 from tensorwire.launch.chronicle import Chronicle, describe_starts
 from tensorwire.launch.endpoint import is_loopback
+from tensorwire.launch.exits import ExitRules
 from tensorwire.launch.flags import Shown, Streams
 from tensorwire.launch.group_members import GroupMembers
 from tensorwire.launch.logs import Logs
@@ -137,6 +138,8 @@ class RoleAgent(SimpleElasticAgent):
             ``template``, fork also has programs in Python forked off that. Default spawn.
         template: what servers of TensorWire's own are forked off. Default none: commands start
             all workers.
+        exit_codes: which ends are worth a restart. Default all, but for a worker that fails twice
+            in the same way before it joins its group.
         shutdown_timeout: seconds from asking a worker to end to killing it. Default 30.
         group_key: the key of the workers' group. Default the rendezvous', if it has one.
         key_file: a file with that key, which is deleted if this agent is killed.
@@ -164,6 +167,7 @@ class RoleAgent(SimpleElasticAgent):
         output: Output | None = None,
         start_method: str = "spawn",
         template: Template | None = None,
+        exit_codes: ExitRules | None = None,
         shutdown_timeout: float = 30,
         group_key: bytes = b"",
         key_file: str = "",
@@ -175,7 +179,7 @@ class RoleAgent(SimpleElasticAgent):
         self._roles = tuple(_with_restarts(role, spec.max_restarts) for role in given)
         self._spare, self._min_nodes, self._grace = spare, min_nodes, float(shutdown_timeout)
         self._start_method, self._template = start_method, template
-        self._output = output or Output()
+        self._output, self._exits = output or Output(), exit_codes or ExitRules()
         self._handler = spec.rdzv_handler
         if isinstance(self._handler, TensorWireRendezvous):
             group_key = self._handler.group_key
@@ -267,7 +271,7 @@ class RoleAgent(SimpleElasticAgent):
         self._members = GroupMembers(store, self._group_key, author)
         self._board = Board(values, self._min_nodes)
         self._steward = Steward(
-            self._node, self._roles, self._grace, patience, self._program_digest
+            self._node, self._roles, self._grace, patience, self._program_digest, self._exits
         )
         self._has_left = False
 
@@ -378,13 +382,15 @@ class RoleAgent(SimpleElasticAgent):
             if result is None:
                 continue
             del self._processes[seat_id]
-            found.append(result)
-            self._note_end(process, *result)
+            end, failure = result
+            joined = self._note_end(process, end, failure)
+            found.append((replace(end, joined=joined), failure))
         ended = [*by_cause(found), *self._not_started]
         self._not_started = []
         return ended
 
-    def _note_end(self, process: WorkerProcess, end: Ended, failure: ProcessFailure | None) -> None:
+    def _note_end(self, process: WorkerProcess, end: Ended, failure: ProcessFailure | None) -> bool:
+        """Tells of it; returns True if the process was seen as a member of the group."""
         name, how = process.seat.name, describe_end(end)
         self._tell_guardian(f"ended {process.id}")
         if end.exit_code == 0:
@@ -393,9 +399,9 @@ class RoleAgent(SimpleElasticAgent):
             _logger.log(self._level(end.stopped), "%s (process %d) %s", name, process.id, how)
         if failure is not None and not end.stopped:
             self._failures[process.seat.id] = failure
-        self._members.ended(name, process.id, f"its process {how}")
         if self._watch is not None:
             self._watch.ended(name, how)
+        return self._members.ended(name, process.id, f"its process {how}")
 
     def _level(self, is_expected: bool) -> int:
         """The level of a line about the end of one worker."""

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import get_args_parser
 
 import rpc
+from tensorwire.launch.exits import ExitRules, parse_exit_codes
 from tensorwire.launch.job_file import JobFile, read_job_file
 from tensorwire.launch.roles import Role, RoleError, check_roles, has_count, parse_role
 
@@ -93,6 +94,7 @@ class Command:
         tee: what goes to files and to the terminal.
         shown: whose output the terminal shows.
         forking: the workers that are forked off a template.
+        exit_codes: which ends are worth a restart.
     """
 
     arguments: argparse.Namespace
@@ -101,6 +103,7 @@ class Command:
     tee: Streams
     shown: Shown
     forking: Forking
+    exit_codes: ExitRules
 
 
 class _Roles(argparse.Action):
@@ -143,6 +146,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="fork: all workers in Python are forked off a process that imported torch and rpc; "
         "spawn: each is started by a command; forkserver: as torchrun does it with --run-path. "
         "Default: servers of service=tensorwire.* are forked, others are not")  # fmt: skip
+    add("--exit-codes", "--exit_codes", action=env, default="", help="The ends of workers "
+        "that are worth a restart, and those that end the job: retry:137,139;fail:2. 128 + N is "
+        "signal N, * all others. Default: all, but for a worker that fails twice in the same way "
+        "before it joins its group")  # fmt: skip
     add("--insecure", action=check_env, help="Listen beyond this machine without a group key")
     add("--dropin", action=check_env, help="In the workers, torch.distributed.rpc stands for "
         "TensorWire; see tensorwire.dropin")  # fmt: skip
@@ -191,6 +198,9 @@ def parse(argv: Sequence[str]) -> Command:
     _check_watching(arguments)
     if arguments.spare < 0:
         raise FlagError(f"--spare={arguments.spare} is negative")
+    exit_codes = parse_exit_codes(arguments.exit_codes)
+    if arguments.exit_codes and not roles:
+        raise FlagError(f"--exit-codes={arguments.exit_codes} is for roles, of which none is given")
     command = Command(
         arguments,
         roles,
@@ -198,6 +208,7 @@ def parse(argv: Sequence[str]) -> Command:
         parse_streams("--tee", arguments.tee),
         parse_shown(arguments.local_ranks_filter),
         forking,
+        exit_codes,
     )
     _check_names(command)
     return command

@@ -62,12 +62,18 @@ class GroupMembers:
         with contextlib.suppress(RpcError):
             self._list.strike_off(member, reason)
 
-    def ended(self, name: str, process: int, reason: str) -> None:
-        """Strikes off a process of this host that ended, if it is listed under the name."""
-        self._joined.pop(name, None)
+    def ended(self, name: str, process: int, reason: str) -> bool:
+        """Strikes off a process of this host that ended, if it is listed under the name.
+
+        Returns:
+            True if it was seen as a member.
+        """
+        was_member = self._joined.pop(name, None) is not None
         for member in self.find([name]):
             if (member.host, member.pid) == (self._host, process):
                 self.strike_off(member, reason)
+                was_member = True
+        return was_member
 
     def begins(self, name: str, life: int) -> None:
         """A life of a seat begins: whoever is listed under its name is struck off.

@@ -353,6 +353,7 @@ def _agent(
         output=output,
         start_method=config.start_method,
         template=template,
+        exit_codes=command.exit_codes,
         shutdown_timeout=getattr(config, "shutdown_timeout", None) or 30,
         program=_program_as_told(command),
         key_file=key.path if key.is_ours else "",

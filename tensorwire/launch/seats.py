@@ -63,6 +63,7 @@ class Exited:
         exit_code: 0 if it ended well.
         soon: it did not run for long.
         failure: what the report says if this ends the job.
+        hopeless: another start would come to the same.
     """
 
     node: str
@@ -71,6 +72,7 @@ class Exited:
     exit_code: int
     soon: bool
     failure: Failure
+    hopeless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,8 @@ def _failed(plan: Plan, seat: Seat, event: Exited) -> Plan:
     scope: Seat | RoleState | Plan = seat
     if state.role.restart is not Restart.WORKER:
         scope = state if state.role.restart is Restart.ROLE else plan
-    restarts, most = scope.restarts.after(event.soon), state.role.max_restarts or 0
+    restarts = scope.restarts.after(event.soon)
+    most = 0 if event.hopeless else state.role.max_restarts or 0
     holder = plan.node(seat.holder)
     if holder is not None and _can_do_without(plan, holder):
         what = {Restart.WORKER: seat.name, Restart.ROLE: seat.role}.get(state.role.restart, "")

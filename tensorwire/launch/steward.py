@@ -11,11 +11,17 @@ by then, so it first kills whatever it runs, and only then joins again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tensorwire.launch.exits import ExitRules
 from tensorwire.launch.plan import Failure, Node, Order, Phase, Plan, Seat
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Event, Exited, GaveUp, Joined, Left
+
+_HOPELESS = (
+    "It failed twice in the same way, both times soon after its start and before it joined the "
+    "group, so it is not tried again; --exit-codes can say that it is."
+)
 
 LOST_SECONDS = 5.0
 """Seconds for which a worker that its group declared lost may go on ending by itself."""
@@ -40,6 +46,7 @@ class Ended:
         process: its id.
         said: the traceback or message that it left.
         stopped: the agent had asked it to end, and it ended by that signal.
+        joined: it was seen as a member of its group.
     """
 
     seat: int
@@ -47,6 +54,7 @@ class Ended:
     process: int = 0
     said: str = ""
     stopped: bool = False
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,7 @@ class Steward:
         grace: seconds from asking a process to end to killing it.
         patience: seconds for which the job may have fewer agents than it needs.
         program: digest of the job's program and its arguments.
+        exits: which ends are worth a restart.
     """
 
     def __init__(
@@ -126,7 +135,9 @@ class Steward:
         grace: float,
         patience: float,
         program: str = "",
+        exits: ExitRules | None = None,
     ) -> None:
+        self._exits = exits or ExitRules()
         self.node, self._roles, self._program = node, roles, program
         self._grace, self._patience = grace, patience
         self._running: dict[int, _Running] = {}
@@ -137,6 +148,10 @@ class Steward:
         self._hosting: dict[str, int] = {}
         """The attempt whose store was last made here, by role."""
         self._scarce_since: float | None = None
+        self._joined: set[int] = set()
+        """The seats of which a life was seen as a member of the group."""
+        self._early: dict[int, int] = {}
+        """By seat, the exit code of the last life if it failed early, else 0."""
 
     @property
     def running(self) -> Sequence[int]:
@@ -180,7 +195,26 @@ class Steward:
         said = f"{run.why}\n{ended.said}".strip() if run.why else ended.said
         node, code = self.node, ended.exit_code
         failure = Failure(run.name, said, ended.seat, node.host, ended.process, code, run.life)
-        return Exited(node.id, ended.seat, run.life, code, now - run.since < SOON, failure)
+        soon = now - run.since < SOON
+        hopeless = self._exits.verdict(code) is False
+        if self._fails_again(plan, ended, soon):
+            hopeless, failure = True, replace(failure, said=f"{_HOPELESS}\n{said}".strip())
+        return Exited(node.id, ended.seat, run.life, code, soon, failure, hopeless)
+
+    def _fails_again(self, plan: Plan, ended: Ended, soon: bool) -> bool:
+        """True at the second end in a row for which the program itself is to blame.
+
+        That is an error with the same exit code as the last one, soon after the start, of a program
+        that never joined the group, as mistakes in imports and arguments are. Members of a process
+        group need not join.
+        """
+        seat, code = ended.seat, ended.exit_code
+        if ended.joined:
+            self._joined.add(seat)
+        is_member = seat in self._joined or plan.role(plan.seat(seat).role).role.process_group
+        early = code if soon and code > 0 and not is_member else 0
+        former, self._early[seat] = self._early.get(seat, 0), early
+        return early != 0 and early == former and self._exits.verdict(code) is None
 
     def _scarcity(self, now: float, plan: Plan) -> list[Event]:
         """Gives up if there are too few agents for too long."""

@@ -133,7 +133,7 @@ class Meanwhile:
         """Has a process compile the kernels; False if it cannot."""
         environment = {name: value for name, value in os.environ.items() if name != WORKER}
         process = subprocess.Popen(
-            [sys.executable, "-m", _LOADING],
+            [sys.executable, "-c", f"from {_LOADING} import main; main()"],
             stdin=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,

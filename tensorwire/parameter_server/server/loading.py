@@ -94,6 +94,7 @@ def compile_kernels() -> None:
     meanwhile.note_compiled()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Does so in a process of its own, which gives way to others."""
     os.nice(_NICE)
     compile_kernels()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
+
+from tensorwire.launch.exits import parse_exit_codes
 from tensorwire.launch.plan import Order, Phase, Plan
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met, apply
@@ -76,11 +79,76 @@ def test_a_worker_that_died_is_started_again_in_its_next_life() -> None:
 def test_a_crash_loop_is_slowed_down() -> None:
     agent = Agent("trainer:1,max_restarts=5")
     agent.round()
-    assert names(agent.round(Ended(0, 1))) == ["Start trainer:0"]
-    assert names(agent.round(Ended(0, 1), after=1.0)) == []
+    assert names(agent.round(Ended(0, 1, joined=True))) == ["Start trainer:0"]
+    assert names(agent.round(Ended(0, 1, joined=True), after=1.0)) == []
     assert names(agent.round(after=0.9)) == []
     assert names(agent.round(after=0.2)) == ["Start trainer:0"]
-    assert names(agent.round(Ended(0, 1), after=11.0)) == ["Start trainer:0"]  # it ran for long
+    assert names(agent.round(Ended(0, 1, joined=True), after=11.0)) == [
+        "Start trainer:0"
+    ]  # it ran for long
+
+
+def with_exits(text: str, *texts: str) -> Agent:
+    agent = Agent(*texts)
+    exits = parse_exit_codes(text)
+    agent.steward = Steward(node(0, agent.roles), agent.roles, GRACE, PATIENCE, exits=exits)
+    agent.round()
+    return agent
+
+
+def test_ends_that_the_flag_names_are_worth_a_restart_or_not() -> None:
+    agent = with_exits("retry:137;fail:2,*", "trainer:1,max_restarts=9")
+    assert names(agent.round(Ended(0, -9))) == ["Start trainer:0"]
+    assert names(agent.round(Ended(0, 3))) == []
+    assert agent.plan.phase is Phase.FAILED
+    agent = with_exits("fail:2", "trainer:1,max_restarts=9")
+    assert names(agent.round(Ended(0, 1))) == ["Start trainer:0"]
+    agent.round(Ended(0, 2))
+    assert agent.plan.phase is Phase.FAILED
+
+
+def test_the_same_mistake_twice_before_a_worker_joins_ends_the_job() -> None:
+    agent = Agent("trainer:1,max_restarts=9")
+    agent.round()
+    assert names(agent.round(Ended(0, 2, said="usage: train.py"))) == ["Start trainer:0"]
+    agent.round(Ended(0, 2, said="usage: train.py"))
+    assert agent.plan.phase is Phase.FAILED
+    assert agent.plan.failure is not None
+    told, said = agent.plan.failure.said.splitlines()
+    assert told.startswith("It failed twice in the same way")
+    assert said == "usage: train.py"
+
+
+@pytest.mark.parametrize(
+    ("flag", "role", "ends"),
+    [
+        ("retry:2", "trainer:1,max_restarts=9", [Ended(0, 2), Ended(0, 2)]),
+        ("", "trainer:1,max_restarts=9", [Ended(0, 2), Ended(0, 1), Ended(0, 2)]),
+        ("", "trainer:1,max_restarts=9", [Ended(0, -9), Ended(0, -9)]),
+        ("", "trainer:1,max_restarts=9", [Ended(0, 1, joined=True), Ended(0, 1), Ended(0, 1)]),
+    ],
+    ids=["the flag says so", "another mistake", "a signal", "it had joined"],
+)
+def test_other_ends_are_tried_again_as_often_as_was_said(
+    flag: str, role: str, ends: list[Ended]
+) -> None:
+    agent = with_exits(flag, role)
+    for end in ends:
+        agent.round(end)
+        agent.round(after=5.0)  # a crash loop is slowed down
+    assert agent.plan.phase is Phase.RUNNING
+    assert list(agent.steward.running) == [0]
+
+
+def test_members_of_a_process_group_need_not_join() -> None:
+    agent = Agent("ddp:1,pg,max_restarts=9")
+    effects = agent.round()
+    for _ in range(3):
+        (host,) = (each for each in effects if isinstance(each, HostStore))
+        agent.plan = apply(agent.plan, [Met("ddp", host.attempt, "here:1")])
+        assert names([*agent.round(), *agent.round(after=5.0)]) == ["Start ddp:0"]
+        effects = agent.round(Ended(0, 1))
+    assert agent.plan.phase is Phase.RUNNING
 
 
 def test_services_are_asked_to_end_asked_once_more_and_killed_when_they_do_not() -> None:
@@ -208,7 +276,7 @@ def test_the_holder_of_a_process_groups_first_seat_makes_its_store_once() -> Non
 def test_a_life_that_has_to_stop_before_it_began_has_stopped() -> None:
     agent = Agent("trainer:2,restart=role,max_restarts=9")
     agent.round()
-    for code in (1, 1):  # the second time there is a pause
+    for code in (1, 2):  # the second time there is a pause
         agent.round(Ended(0, code))
         agent.round(Ended(1, -15))
     assert {seat.order for seat in agent.plan.seats} == {Order.RUN}
