@@ -47,6 +47,8 @@ _ANY: Final = ("::", "0.0.0.0")
 _SO_ATTACH_FILTER: Final = 26
 _MOST_TRIES: Final = 20
 _NO_KEY: Final = b"-"
+_MALLOC: Final = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+"""Has glibc give back at once what was large, so that no holes stay between what clients sent."""
 
 
 def open_server(
@@ -288,6 +290,7 @@ def _start_process(listener: socket.socket, line: socket.socket, group_key: byte
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            env={**os.environ, **_MALLOC},
             pass_fds=descriptors,
             start_new_session=True,
             check=True,

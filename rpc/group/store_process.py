@@ -4,7 +4,7 @@ A stranger may send as much as the network carries. This process holds a bounded
 connections, and moves bytes between them and two stores, whose decisions are in
 ``store_values``: the open one, for torch's clients, and, if there is a key, the closed one, for
 those that prove it (``store_gate``). Of a client that has done neither it holds 256 bytes for
-five seconds. Strangers never take the place of who has proven the key.
+five seconds. Strangers never take the place of who has proven the key, and are served after them.
 
 The interpreter runs this file by its path, without ``site``, ``rpc`` or torch, and beside its
 neighbours it imports C modules only: so it starts in about 20 ms and takes 10 MB. ``store_host``
@@ -59,6 +59,8 @@ else:  # run by its path
 MOST_CONNECTIONS = 8192
 
 _MOST_AT_ONCE = 64
+_CHUNK_OF_STRANGERS = 1 << 14
+"""Bytes read at once from a client of the open part, if there is a closed one."""
 _MOST_UNKNOWN = 128
 """Bytes read at once from a connection that has not shown what it is."""
 _SPARE_DESCRIPTORS = 32
@@ -72,12 +74,14 @@ class _Connected:
         client: what that one knows it by; None likewise.
         gate: where it proves the key, if it does.
         is_full: it takes no more replies at present, and is not read meanwhile.
+        events: where it is registered.
     """
 
-    __slots__ = ("client", "gate", "is_full", "origin", "socket", "store")
+    __slots__ = ("client", "events", "gate", "is_full", "origin", "socket", "store")
 
-    def __init__(self, origin: str, connected: socket) -> None:
+    def __init__(self, origin: str, connected: socket, events: select.epoll) -> None:
         self.origin = origin
+        self.events = events
         self.socket = connected
         self.store: Store | None = None
         self.client: Client | None = None
@@ -104,7 +108,11 @@ class Server:
         self._listener = listener
         self._most = most
         self._events = select.epoll()
-        self._events.register(listener.fileno(), select.EPOLLIN)
+        # Who connects, proves the key or has done so is served between any two requests of others.
+        self._first = select.epoll()
+        self._first.register(listener.fileno(), select.EPOLLIN)
+        self._events.register(self._first.fileno(), select.EPOLLIN)
+        self._chunk = _CHUNK_OF_STRANGERS if key else CHUNK
         self._connections: dict[int, _Connected] = {}
         self._numbers: dict[Client, int] = {}
         self._unknown: dict[int, float] = {}  # until when each may show what it is, in this order
@@ -125,6 +133,7 @@ class Server:
         finally:
             for number in list(self._connections):
                 self._close(number)
+            self._first.close()
             self._events.close()
 
     def _serve_some(self, keys: int, ends: "tuple[int, ...]") -> bool:
@@ -132,14 +141,20 @@ class Server:
         for number, event in self._events.poll(self._until_late()):
             if number in self._connections:
                 self._go_on(number, event)
-            elif number == self._listener.fileno():
-                self._accept()
             elif number == keys:
                 self._take_key(keys)
             elif number in ends:
                 return False
+            self._serve_first()
         self._close_late()
         return True
+
+    def _serve_first(self) -> None:
+        for number, event in self._first.poll(0):
+            if number in self._connections:
+                self._go_on(number, event)
+            elif number == self._listener.fileno():
+                self._accept()
 
     def _until_late(self) -> float:
         """Seconds until the first must have shown what it is; -1 if there is none."""
@@ -175,10 +190,10 @@ class Server:
                 connected.close()
                 return
             connected.setblocking(False)
-            connection = _Connected(address[0], connected)
+            connection = _Connected(address[0], connected, self._first)
             self._connections[number] = connection
             self._by_origin.setdefault(connection.origin, {})[number] = None
-            self._events.register(number, select.EPOLLIN)
+            self._first.register(number, select.EPOLLIN)
             if self._key:
                 self._unknown[number] = monotonic() + SECONDS_TO_PROVE
             else:
@@ -192,6 +207,10 @@ class Server:
         self._numbers[connection.client] = number
         if store is self.closed:
             self._forget_origin(number, connection)
+        else:
+            self._first.unregister(number)
+            connection.events = self._events
+            self._events.register(number, select.EPOLLIN)
 
     def _go_on(self, number: int, event: int) -> None:
         connection = self._connections[number]
@@ -212,7 +231,8 @@ class Server:
         self._send_replies()
 
     def _receive(self, number: int, connection: _Connected) -> None:
-        data = connection.socket.recv(CHUNK if connection.store else _MOST_UNKNOWN)
+        most = CHUNK if connection.store is self.closed else self._chunk
+        data = connection.socket.recv(most if connection.store else _MOST_UNKNOWN)
         if not data:
             raise RefusedError
         if connection.store is None:
@@ -257,7 +277,7 @@ class Server:
         if connection.is_full != bool(client.replies):
             connection.is_full = bool(client.replies)
             wanted = select.EPOLLOUT if connection.is_full else select.EPOLLIN
-            self._events.modify(number, wanted)
+            connection.events.modify(number, wanted)
         if not connection.is_full:
             store.receive(client, b"")
 

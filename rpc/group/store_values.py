@@ -22,7 +22,7 @@ MARK_DIGITS, CODE_DIGITS = 4, 32
 HEAD_BYTES = len(VERSION) + MARK_DIGITS + CODE_DIGITS + len(END_OF_HEAD)
 KEY_BYTES = 32
 
-MOST_STORED = MOST_UNDER_WAY = 64 << 20
+MOST_STORED, MOST_UNDER_WAY = 64 << 20, 32 << 20
 MOST_OPEN_STORED = MOST_OPEN_UNDER_WAY = 16 << 20
 """The same for the open part of a store that also has a closed one."""
 HAS_CLOSED_PART = b"/tensorwire/closed-part"
@@ -36,7 +36,7 @@ MOST_KEYS = 1 << 17
 
 _MAGIC = 0x3C85F7CE
 _SHORT, _LENGTH, _NUMBER = Struct("<I"), Struct("<Q"), Struct("<q")
-_PER_ENTRY, _PER_PIECE = 256, 64  # bytes that Python takes beside the contents
+_PER_ENTRY, _PER_QUEUE, _PER_PIECE = 256, 1024, 64  # bytes that Python takes beside the contents
 _DIGITS_OF_NUMBER = 20
 _GOES_ON, _WAIT_IS_OVER, _WAIT_CANCELLED = b"\0", b"\0", b"\1"
 
@@ -84,8 +84,14 @@ class Client:
         self.awaited: set[bytes] = set()
         self.taken = 0
         self.used = 0
-        self.conversation = store.converse(self)
+        self.conversation: Reading | None = store.converse(self)
         self.needed = next(self.conversation)
+
+    def forget(self) -> None:
+        """Frees what it holds now; the two refer to each other, and the collector may not come."""
+        self.received.clear()
+        self.replies.clear()
+        self.conversation = None
 
 
 class Store:
@@ -162,6 +168,7 @@ class Store:
         self._give(client, client.taken)
         self.clients.discard(client)
         self.replied.discard(client)
+        client.forget()
 
     def receive(self, client: Client, data: bytes) -> None:
         """Takes what a client has sent; empty to go on with what it sent before.
@@ -172,7 +179,9 @@ class Store:
             RefusedError: the client must be closed.
         """
         self._take(client, len(data))
-        received = client.received
+        received, conversation = client.received, client.conversation
+        if conversation is None:
+            raise RefusedError
         received += data
         at, needed = 0, client.needed
         while (
@@ -181,7 +190,7 @@ class Store:
             piece = bytes(received[at : at + needed])
             at += needed
             client.used += len(piece)
-            needed = client.conversation.send(piece)
+            needed = conversation.send(piece)
             if needed > MOST_VALUE:
                 raise RefusedError
         client.needed = needed
@@ -325,8 +334,9 @@ class Store:
     def _queue_push(self, client: Client) -> "Reading":
         key = yield from self._bytes(client)
         value = yield from self._bytes(client)
-        self._make_room(len(key) + len(value) + _PER_ENTRY)
-        self._stored.taken += len(key) + len(value) + _PER_ENTRY
+        size = _size(key, value) + (0 if key in self._queues else _PER_QUEUE)
+        self._make_room(size)
+        self._stored.taken += size
         self._queues.setdefault(key, deque()).append(value)
         self._wake(key, 1)
 
@@ -337,9 +347,10 @@ class Store:
             self._reply(client, _NUMBER.pack(0))
             return
         count, value = len(queue), queue.popleft()
-        self._stored.taken -= len(key) + len(value) + _PER_ENTRY
+        self._stored.taken -= _size(key, value)
         if not queue:
             del self._queues[key]
+            self._stored.taken -= _PER_QUEUE
         self._reply(client, _NUMBER.pack(count), _LENGTH.pack(len(value)), value)
 
     def _queue_length(self, client: Client) -> "Reading":

@@ -229,11 +229,18 @@ def _launch(command: Command, key: GroupKey, template: Template | None) -> int:
         where = command.arguments.rdzv_endpoint
         print(
             f"rpcrun: the store of the rendezvous at {where} was lost, and with it the job: is "
-            f"the agent there gone? ({str(error).partition('Exception raised')[0].strip()})",
+            f"the agent there gone? ({_cause(error)})",
             file=sys.stderr,
         )
         return 1
     return 0
+
+
+def _cause(error: BaseException) -> str:
+    """The error behind an error, without where in C++ it arose."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("Exception raised")[0].strip()
 
 
 @record

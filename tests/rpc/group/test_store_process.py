@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
 from rpc.group.signed_store import SignedStore, signing_key
-from rpc.group.store_host import StoreServer, open_server
+from rpc.group.store_host import StoreServer, host_store, open_server
 from rpc.group.store_process import Server
 from rpc.group.store_values import (
     KEY_BYTES,
@@ -311,3 +314,71 @@ def test_the_process_ends_when_nobody_uses_the_store_and_with_its_host() -> None
         return True
 
     until(is_gone)
+
+
+# --- What the process takes
+
+DOCUMENTED_MIB = 200
+LARGE = 8 << 20
+
+
+def packed(*parts: bytes) -> bytes:
+    return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+
+
+def halves() -> Iterator[bytes]:
+    """Values of which the last byte never comes, each on a connection of its own."""
+    while True:
+        yield bytes([SET]) + struct.pack("<Q", LARGE) + bytes(LARGE - 1)
+
+
+def many_keys() -> Iterator[bytes]:
+    """Requests for many short keys, of which the last never comes."""
+    keys = b"".join(packed(b"/%x" % number) for number in range(MOST_KEYS - 1))
+    while True:
+        yield bytes([MULTI_GET]) + struct.pack("<Q", MOST_KEYS) + keys
+
+
+def small_values() -> Iterator[bytes]:
+    """Values of no length under names of one."""
+    for start in range(0, 1 << 40, 1000):
+        numbers = range(start, start + 1000)
+        yield b"".join(bytes([PUSH]) + packed(b"/%x" % each, b"") for each in numbers)
+
+
+def peak_mib(port: int) -> int:
+    """The most memory that the process which keeps the store at a port ever took."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"127.0.0.1:%d" % port in (folder / "cmdline").read_bytes().split(b"\0"):
+                lines = (folder / "status").read_text().splitlines()
+                (peak,) = (line for line in lines if line.startswith("VmHWM"))
+                return int(peak.split()[1]) >> 10
+    raise AssertionError("there is no such process")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [halves, many_keys, small_values])
+@pytest.mark.parametrize("key", [b"", KEY], ids=["open", "beside-a-closed-part"])
+def test_the_process_takes_no_more_memory_than_the_page_on_security_says(
+    shape: Callable[[], Iterator[bytes]], key: bytes
+) -> None:
+    """As the kernel counts it. Strangers send twice as much, on as many connections as that takes.
+
+    Those of the closed part are served meanwhile.
+    """
+    host = host_store("127.0.0.1", 0, key)
+    sent, requests, at_once = 0, shape(), 500 if shape is small_values else 1
+    with ExitStack() as held:
+        for _ in range(60):
+            stranger = held.enter_context(socket.create_connection(("127.0.0.1", host.port), SOON))
+            stranger.settimeout(SOON)
+            with contextlib.suppress(OSError):
+                stranger.sendall(HELLO)
+                for request in itertools.islice(requests, at_once):
+                    stranger.sendall(request)
+                    sent += len(request)
+            if sent > 2 * DOCUMENTED_MIB << 20:
+                break
+        assert host.client(60.0).num_keys() >= 0, "it still answers"
+    assert peak_mib(host.port) < DOCUMENTED_MIB
