@@ -14,6 +14,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 from torch.distributed import HashStore
 
 from rpc.errors import BringUpError, FrameError
@@ -21,6 +22,14 @@ from rpc.group.liveness_process import ANSWER, QUESTION, Answering, Datagram
 from rpc.group.member_list import Departure, End
 from rpc.group.records import Record
 from rpc.group.signed_store import SignedStore, signing_key
+from rpc.group.store_gate import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    RUN_BYTES,
+    Gate,
+    Knock,
+    NotProvenError,
+)
 from rpc.group.store_values import RefusedError, Room, Store
 from rpc.group.tcp_store import StoreLostError, TcpStoreClient
 from rpc.transports.tensorwire.address import TensorWireAddress
@@ -125,6 +134,22 @@ def store_replies(draw: Draw) -> None:
             connected.shutdown(socket.SHUT_WR)
             with contextlib.suppress(StoreLostError, TimeoutError, ConnectionRefusedError):
                 draw.choice([lambda: client.get("key"), lambda: client.add("key", 1)])()
+
+
+def store_gate(draw: Draw) -> None:
+    """A stranger knocks at the closed part of the group's store, or pretends to be it."""
+    gate, member = Gate(_KEY, b"r" * RUN_BYTES, b"n" * NONCE_BYTES), Knock(_KEY, b"c" * NONCE_BYTES)
+    stranger = Knock(_NOT_THE_KEY, b"c" * NONCE_BYTES)
+    recorded = Knock(_KEY, b"d" * NONCE_BYTES)
+    past = recorded.hello() + recorded.answer(b"m" * NONCE_BYTES)
+    said = changed(draw, [stranger.hello() + stranger.answer(b"n" * NONCE_BYTES), past, past * 3])
+    with contextlib.suppress(NotProvenError):
+        for piece in pieces(draw, said):
+            assert len(gate.receive(piece)) <= NONCE_BYTES, "a proof for one who proved nothing"
+    assert not gate.is_open
+    member.answer(b"n" * NONCE_BYTES)
+    with pytest.raises(NotProvenError):
+        member.check(changed(draw, [past[-RUN_BYTES - PROOF_BYTES :], bytes(48)]))
 
 
 def store_requests(draw: Draw) -> None:
@@ -249,6 +274,7 @@ TARGETS: Mapping[str, Callable[[Draw], None]] = {
         initiator,
         datagrams,
         store_values,
+        store_gate,
         store_replies,
         store_requests,
         records,
