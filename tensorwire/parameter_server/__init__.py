@@ -14,6 +14,7 @@ from tensorwire.parameter_server.client.collection import (
     KeyedTensor,
 )
 from tensorwire.parameter_server.client.connecting import connect
+from tensorwire.parameter_server.client.converting import convert
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag
 from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
@@ -57,6 +58,7 @@ from tensorwire.parameter_server.errors import (
     ServerLostError,
     SnapshotError,
 )
+from tensorwire.parameter_server.extracting import extract
 from tensorwire.parameter_server.hashing import hashed
 from tensorwire.parameter_server.reading import read
 from tensorwire.parameter_server.server.host import metrics, serve
@@ -115,6 +117,8 @@ __all__ = [
     "Wanted",
     "Wire",
     "connect",
+    "convert",
+    "extract",
     "hashed",
     "metrics",
     "prefetch",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tensorwire.checkpoint import NotSavedError
 from tensorwire.parameter_server.snapshots.contents import Restored, require_different
-from tensorwire.parameter_server.snapshots.saved import SavedTable
+from tensorwire.parameter_server.snapshots.saved import SavedDense, SavedTable
 
 
 def read(
@@ -51,3 +51,26 @@ def read(
     require_different(table, torch.cat(ids).numpy())
     every, order = torch.sort(torch.cat(ids))
     return every, torch.cat(rows)[order]
+
+
+def read_dense(folder: str | os.PathLike[str], name: str) -> Tensor | None:
+    """Reads the dense parameters of a snapshot.
+
+    Args:
+        folder: the snapshot's.
+        name: of the dense parameters in the cluster.
+
+    Returns:
+        The elements of all parameters, one behind the other; None if there are none.
+
+    Raises:
+        NoCheckpointError: there is no snapshot (also a ``FileNotFoundError``).
+        CheckpointError: it is damaged.
+    """
+    restored = Restored.open(Path(folder))
+    saved = restored.described.get(name)
+    if not isinstance(saved, SavedDense) or not saved.pieces:
+        return None
+    places = range(len(saved.pieces))
+    found = restored.dense_data(name, set(places))
+    return torch.cat([found[place].value.reshape(-1) for place in places])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tensorwire.parameter_server.decisions.replica import Assign, NotHead
+from tensorwire.parameter_server.decisions.replica import Assign
 from tensorwire.parameter_server.declarations.dense_spec import (
     DenseSpec,
     Piece,
@@ -22,7 +22,6 @@ from tensorwire.parameter_server.declarations.dense_spec import (
 from tensorwire.parameter_server.kernels.copying import copied
 from tensorwire.parameter_server.kernels.digests import Digests
 from tensorwire.parameter_server.messaging import messages
-from tensorwire.parameter_server.messaging.calling import LOST
 from tensorwire.parameter_server.messaging.messages import Values
 
 if TYPE_CHECKING:
@@ -135,12 +134,16 @@ class DenseGroup:
                 becomes that of the local optimizer.
         """
         values = self.values(keeps_state)
-        self._of_all(lambda shard: messages.Setting(shard, Assign(values)))
+        self.cluster.session.servers.ask_heads(
+            lambda shard: messages.Setting(shard, Assign(values))
+        )
         self._remember()
 
     def state(self) -> dict[int, dict[str, Any]]:
         """The servers' state of the optimizer, by the number of the parameter."""
-        answers = self._of_all(lambda shard: messages.Getting(shard, self.name))
+        answers = self.cluster.session.servers.ask_heads(
+            lambda shard: messages.Getting(shard, self.name)
+        )
         found: dict[int, PieceData] = {}
         for each in answers:
             found.update(each)
@@ -152,16 +155,3 @@ class DenseGroup:
             for parameter, mine in pieces.items()
             if mine[0][1]
         }
-
-    def _of_all(self, message: Any) -> list[Any]:
-        """Asks the head of every shard, again if the map changes meanwhile."""
-        session = self.cluster.session
-        while True:
-            seen, epoch, shards = session.news.count, session.view.epoch, session.view.active
-            answers = [session.servers.ask_head(shard, message(shard)) for shard in shards]
-            if not any(answer is LOST or isinstance(answer, NotHead) for answer in answers):
-                session.refresh()
-                if session.view.epoch == epoch:
-                    return answers
-            session.news.wait(seen, _LONGEST_PAUSE)
-            session.refresh()

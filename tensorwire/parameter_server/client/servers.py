@@ -14,6 +14,7 @@ from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.news import News
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.lives import Verdict
+from tensorwire.parameter_server.decisions.replica import NotHead
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller, verdict_on
@@ -101,6 +102,22 @@ class Servers:
         if found is None or not found.chain:
             return LOST
         return self._ask(found.head, message).result()
+
+    def ask_heads(self, message: Callable[[int], Any]) -> list[Any]:
+        """Asks the head of every shard, again if the map changes meanwhile.
+
+        Args:
+            message: of a shard's number.
+        """
+        while True:
+            seen, epoch, shards = self._news.count, self._view().epoch, self._view().active
+            answers = [self.ask_head(shard, message(shard)) for shard in shards]
+            if not any(answer is LOST or isinstance(answer, NotHead) for answer in answers):
+                self._refresh()
+                if self._view().epoch == epoch:
+                    return answers
+            self._news.wait(seen, PAUSE)
+            self._refresh()
 
     def ask_all(self, message: Any) -> Mapping[Server, Any]:
         """One call to each server that keeps anything."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -14,12 +15,17 @@ from tensorwire.parameter_server.client.exchange import Gradients
 from tensorwire.parameter_server.client.feedback import Feedback
 from tensorwire.parameter_server.client.gradient import RowGradient
 from tensorwire.parameter_server.client.lookup import summed
+from tensorwire.parameter_server.decisions.replica import Assign
 from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import TableSpec
-from tensorwire.parameter_server.messaging.messages import TableIds
+from tensorwire.parameter_server.messaging.messages import FirstRows, Setting, TableIds
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
+
+
+_PIECE: Final = 1 << 18
+"""Rows that one message sets."""
 
 
 class Table:
@@ -113,6 +119,25 @@ class Table:
         """
         return self.cluster.rows.fetch(TableIds((self.name,), (len(ids),), ids))
 
+    def fill(self, ids: Tensor, rows: Tensor) -> None:
+        """Gives rows to ids that have none yet, such as trained ones; moves no clock.
+
+        Args:
+            ids: int64, ``(n,)``, all different, on the CPU.
+            rows: ``(n, dim)``, float32.
+
+        Raises:
+            TypeError: ``ids`` are not int64, or ``rows`` not float32.
+            ValueError: the shapes do not fit.
+        """
+        self.check(ids, rows)
+        if ids.dim() != 1 or len(distinct(ids)[0]) != len(ids):
+            raise ValueError(f"table {self.name!r}: fill: ids must be (n,), all different")
+        for begin in range(0, len(ids), _PIECE):
+            own = ids[begin : begin + _PIECE].clone(), rows[begin : begin + _PIECE].clone()
+            values = Assign(FirstRows(self.name, *own))
+            self.cluster.session.servers.ask_heads(partial(_setting, values))
+
     def push(self, ids: Tensor, grad: Tensor) -> None:
         """Pushes gradients of rows: one step of this trainer, for this table alone.
 
@@ -178,3 +203,7 @@ class Table:
     def gradients(self, ids: Tensor, grad: Tensor) -> Gradients:
         """As a step."""
         return Gradients({self.name: self.gradient_of(ids, grad)})
+
+
+def _setting(values: Assign, shard: int) -> Setting:
+    return Setting(shard, values)

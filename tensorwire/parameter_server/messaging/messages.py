@@ -287,8 +287,23 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstRows:
+    """The rows with which ids begin that have none yet; an ``Assign`` sets them.
+
+    Args:
+        table: its name.
+        ids: int64, all different; a shard takes those that it keeps.
+        rows: a row for each, float32.
+    """
+
+    table: str
+    ids: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
-    """Values of a dense group."""
+    """Values of a dense group, or rows of a table."""
 
     shard: int
     values: Assign

@@ -28,6 +28,7 @@ from tensorwire.parameter_server.kernels.copying import joined
 from tensorwire.parameter_server.messaging.messages import (
     Ask,
     DensePush,
+    FirstRows,
     Load,
     TableIds,
     TablePush,
@@ -298,7 +299,12 @@ class ShardState:
     def _own(self) -> Any:
         return np.asarray(self.slots) == self.shard
 
-    def _assign(self, values: Values) -> None:
+    def _assign(self, values: Values | FirstRows) -> None:
+        if isinstance(values, FirstRows):
+            table, ids = self.tables[values.table], values.ids.numpy()
+            own = table.in_slots(ids, self._own())
+            table.fill_new(ids[own], values.rows.numpy()[own])
+            return
         group = self.dense.get(values.name)
         if group is not None:
             group.load(values.data, values.loader, values.keeps_state)

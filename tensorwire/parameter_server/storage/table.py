@@ -268,6 +268,28 @@ class Table:
             self._begin(rows[old], ids[old])
         return rows
 
+    def fill_new(self, ids: Ints, values: Floats) -> None:
+        """Gives rows to ids that have none; those that have one stay as they are.
+
+        Args:
+            ids: all different.
+            values: a row for each.
+        """
+        new = self.index.find(ids) < 0
+        ids, values = ids[new], np.ascontiguousarray(values[new])
+        rows = self.rows_for(ids, None, self.swept)
+        self._write(rows, ids, values)
+        if self._touched is not None:
+            self._touched.rows[rows, 0] = self.swept
+
+    def _write(self, rows: Ints, ids: Ints, values: Floats) -> None:
+        if self._device is not None:
+            self.weight.rows[rows] = values
+        elif self.weight.dtype == np.float32:
+            self._k.scatter(values, rows, self.weight.rows)
+        else:
+            self._write_half(rows, ids, values)
+
     def _begin(self, rows: Ints, ids: Ints) -> None:
         """Gives rows their initial values."""
         for column in self.columns().values():
