@@ -57,6 +57,7 @@ from tensorwire.parameter_server.errors import (
     RolledBack,
     ServerLostError,
     SnapshotError,
+    UnreachableError,
 )
 from tensorwire.parameter_server.extracting import extract
 from tensorwire.parameter_server.hashing import hashed
@@ -113,6 +114,7 @@ __all__ = [
     "TopK",
     "TrainerOptimizer",
     "Uniform",
+    "UnreachableError",
     "UnusedFor",
     "Wanted",
     "Wire",

@@ -5,6 +5,7 @@ RuntimeError
     └── ParameterServerError
         ├── ServerLostError       state is lost, and there is nothing to go back to
         ├── RolledBack            everything went back to a snapshot; training may go on from it
+        ├── UnreachableError      no server answers, or none that can decide, for too long
         ├── NotATrainerError      this trainer was declared lost, or has finished
         ├── DeclarationError      a table or dense group was declared otherwise before
         │   └── RestoreError      a snapshot has something else by that name (see SnapshotError)
@@ -30,6 +31,10 @@ class ParameterServerError(RpcError):
 
 class ServerLostError(ParameterServerError):
     """Servers were lost with state of which there is neither a backup nor a snapshot."""
+
+
+class UnreachableError(ParameterServerError, TimeoutError):
+    """Servers could not be reached for as long as ``connect(timeout=...)`` allows."""
 
 
 class RolledBack(ParameterServerError):

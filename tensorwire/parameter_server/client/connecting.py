@@ -74,7 +74,8 @@ def connect(
             rules, optimizers and dtypes are converted, which is said in the log. Default True.
         grow: servers of the role that come later get their share at once. Default no, until
             :meth:`Cluster.resize` says so.
-        timeout: seconds that servers have to come into the group.
+        timeout: seconds that servers have to come into the group, and for which they may be out
+            of reach later, as while they start again, before calls fail with ``UnreachableError``.
 
     Raises:
         CheckpointError: the snapshot is damaged, or none of a parameter server.
@@ -113,8 +114,9 @@ def connect(
             _require_same(known.session.view, settings, backups)
             return known
         view = _meet(worker, name, settings, backups, timeout)
-        session = Session(worker, name, view, connected.sessions.get(name, 0), trainers or started)
-        connected.sessions[name] = connected.sessions.get(name, 0) + 1
+        before = connected.sessions.get(name, 0)
+        session = Session(worker, name, view, before, trainers or started, timeout)
+        connected.sessions[name] = before + 1
         cluster = connected.clusters[name] = Cluster(session, nans)
     session.servers.spread()
     return cluster

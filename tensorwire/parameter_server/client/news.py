@@ -67,9 +67,18 @@ class News:
             self._condition.wait_for(
                 lambda: self.count != seen or self._failure() is not None, seconds
             )
-            failure = self._failure()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raises the error after which nothing is to be waited for, if there is one."""
+        failure = self._failure()
         if failure is not None:
             raise failure
+
+    @property
+    def has_failed(self) -> bool:
+        """True if nothing is to be waited for any more."""
+        return self._failure() is not None
 
     def listen_to(self, name: str) -> None:
         """Asks another client to tell this one, too, from now on."""

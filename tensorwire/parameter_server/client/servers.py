@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillWaiting
 from typing import Any, Final
@@ -12,14 +12,17 @@ from typing import Any, Final
 from rpc import extend
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.news import News
+from tensorwire.parameter_server.client.patience import Patience
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.lives import Verdict
+from tensorwire.parameter_server.decisions.lives import CUT_OFF, Verdict
 from tensorwire.parameter_server.decisions.replica import NotHead
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.messaging import messages
-from tensorwire.parameter_server.messaging.calling import LOST, Caller, verdict_on
+from tensorwire.parameter_server.messaging.calling import LOST, Caller, latest_life, verdict_on
 
 _logger: Final = logging.getLogger("tensorwire")
+_COORDINATOR: Final = "coordinator"
+_ALL: Final = "all heads"
 PAUSE: Final = 0.02
 LONGEST_PAUSE: Final = 0.5
 
@@ -33,6 +36,7 @@ class Servers:
         news: what to wait for before asking again.
         view: returns the latest view that the client has heard of.
         refresh: looks for a later one.
+        patience: says when to give up.
     """
 
     def __init__(
@@ -42,12 +46,14 @@ class Servers:
         news: News,
         view: Callable[[], View],
         refresh: Callable[[], None],
+        patience: Patience,
     ) -> None:
         self._worker = worker
         self._caller = caller
         self._news = news
         self._view = view
         self._refresh = refresh
+        self._patience = patience
 
     def spread(self) -> None:
         """Tells all servers of the view, lest none of them knows that it is to coordinate."""
@@ -68,24 +74,56 @@ class Servers:
 
         Raises:
             ParameterServerError: it cannot be done; or the coordinator was lost.
+            UnreachableError: no server coordinates, or none can decide, for too long.
         """
         pause, log = PAUSE, extend.WaitLog(time.monotonic())
         while True:
+            self._news.raise_failure()
             seen, coordinator = self._news.count, self._view().coordinator
             reply: Any = messages.Rejected("")
             if verdict_on(self._worker, coordinator) is not Verdict.OVER:
                 answer = self._ask(coordinator, messages.Asking(what))
                 reply = _awaited(answer, log, what, coordinator, waits_for)
             if isinstance(reply, messages.Granted):
+                self._patience.answered(_COORDINATOR)
                 return reply.result
             if isinstance(reply, messages.Rejected) and reply.reason:
                 raise errors.ParameterServerError(reply.reason)
             if reply is LOST and not patient and self._has_heard_of(coordinator):
                 raise errors.ParameterServerError("the coordinator was lost meanwhile")
+            self.found_nobody(_COORDINATOR, "that coordinates")
             self._news.wait(seen, pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
             self._refresh()
             self.spread()
+
+    def found_nobody(self, whom: Hashable, which: str) -> None:
+        """A try to reach a server found nobody.
+
+        Args:
+            whom: see ``Patience``.
+            which: says which server, for the error.
+
+        Raises:
+            NotATrainerError: the group has expelled this worker, so that it reaches nobody.
+            UnreachableError: that is so for too long.
+        """
+        view = self._view()
+        if any(latest_life(self._worker, each.name) == CUT_OFF for each in view.servers):
+            raise errors.NotATrainerError(
+                f"worker {self._worker.info.name!r} was declared lost by the others; "
+                "call rpc.shutdown(), then it may join again"
+            )
+        if self._patience.failed(whom, time.monotonic()):
+            names = ", ".join(str(each) for each in view.servers)
+            raise errors.UnreachableError(
+                f"no server {which} has answered for {self._patience.limit:g} s; the servers of "
+                f"the cluster are {names}"
+            )
+
+    def reached(self, whom: Hashable) -> None:
+        """A server has answered."""
+        self._patience.answered(whom)
 
     def _has_heard_of(self, server: Server) -> bool:
         """False if calls to that life may have met the one before it."""
@@ -94,6 +132,8 @@ class Servers:
     def _ask(self, server: Server, message: Any) -> Future[Any]:
         answer: Future[Any] = Future()
         self._caller.call(server, message, answer.set_result)
+        if self._news.has_failed:
+            self._caller.give_up()
         return answer
 
     def ask_head(self, shard: int, message: Any) -> Any:
@@ -101,7 +141,7 @@ class Servers:
         found = self._view().shard(shard)
         if found is None or not found.chain:
             return LOST
-        return self._ask(found.head, message).result()
+        return self._within_patience(self._ask(found.head, message))
 
     def ask_heads(self, message: Callable[[int], Any]) -> list[Any]:
         """Asks the head of every shard, again if the map changes meanwhile.
@@ -110,12 +150,15 @@ class Servers:
             message: of a shard's number.
         """
         while True:
+            self._news.raise_failure()
             seen, epoch, shards = self._news.count, self._view().epoch, self._view().active
             answers = [self.ask_head(shard, message(shard)) for shard in shards]
             if not any(answer is LOST or isinstance(answer, NotHead) for answer in answers):
                 self._refresh()
                 if self._view().epoch == epoch:
+                    self.reached(_ALL)
                     return answers
+            self.found_nobody(_ALL, "that keeps a share")
             self._news.wait(seen, PAUSE)
             self._refresh()
 
@@ -123,7 +166,14 @@ class Servers:
         """One call to each server that keeps anything."""
         keepers = sorted({each for shard in self._view().shards for each in shard.chain})
         answers = {server: self._ask(server, message) for server in keepers}
-        return {server: answer.result() for server, answer in answers.items()}
+        return {server: self._within_patience(answer) for server, answer in answers.items()}
+
+    def _within_patience(self, answer: Future[Any]) -> Any:
+        """The answer; ``LOST`` if it takes too long, or there is nothing to wait for any more."""
+        try:
+            return answer.result(self._patience.limit)
+        except StillWaiting:
+            return LOST
 
 
 def _awaited(

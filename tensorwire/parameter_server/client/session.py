@@ -26,19 +26,22 @@ from tensorwire.parameter_server.client import splitting
 from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.client.exchange import Answer, PendingPull, Whole
 from tensorwire.parameter_server.client.news import News
+from tensorwire.parameter_server.client.patience import Patience
 from tensorwire.parameter_server.client.servers import LONGEST_PAUSE, PAUSE, Servers
 from tensorwire.parameter_server.client.undone import undone_of_others
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
 from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
+from tensorwire.parameter_server.decisions.replica import NotHead
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.messaging import messages
-from tensorwire.parameter_server.messaging.calling import Caller
+from tensorwire.parameter_server.messaging.calling import LOST, Caller
 from tensorwire.parameter_server.messaging.messages import CHANNEL, TableIds
 from tensorwire.parameter_server.messaging.settings import Meeting
 
 _logger: Final = logging.getLogger("tensorwire")
+_NOBODY: Final = (messages.Elsewhere, NotHead)
 _UNDER_WAY: Final = 8
 """Pushes that may be unsafe at a time; the next one waits."""
 
@@ -51,11 +54,18 @@ class Session:
         cluster: the cluster's name.
         view: its view.
         session: how often this worker has joined this cluster before.
+        patience: seconds for which servers may be out of reach.
         started: trainers that had been started by the time that this one was.
     """
 
     def __init__(
-        self, worker: extend.Worker, cluster: str, view: View, session: int, started: int
+        self,
+        worker: extend.Worker,
+        cluster: str,
+        view: View,
+        session: int,
+        started: int,
+        patience: float,
     ) -> None:
         self.worker = worker
         self.cluster = cluster
@@ -87,7 +97,9 @@ class Session:
         self._condition = threading.Condition(threading.RLock())
         channel = CHANNEL + cluster
         self.news = News(worker, channel, self._condition, lambda: self._failure)
-        self.servers = Servers(worker, self._caller, self.news, lambda: self.view, self.refresh)
+        self.servers = Servers(
+            worker, self._caller, self.news, lambda: self.view, self.refresh, Patience(patience)
+        )
         self._forget = worker.subscribe(channel, self._hear)
         self._context = contextvars.copy_context()
         self._tender = threading.Thread(target=self._tend, name="tensorwire-ps", daemon=True)
@@ -275,6 +287,7 @@ class Session:
         """Sends a push, a pull or both to a shard, soon."""
         found = self.view.shard(shard)
         if found is None or not found.chain:
+            self._note_reached(shard, found is None)
             self._note_again(shard, number, asked)
             return
         view, head = self.view, found.head
@@ -293,7 +306,8 @@ class Session:
 
             def replied(reply: Any) -> None:
                 self._clock(head.name, time.perf_counter() - begin)
-                self._replied(shard, number, epoch, asked, reply)
+                answer = reply if self._may_speak_for(shard, head) else NotHead()
+                self._replied(shard, number, epoch, asked, answer)
 
             self._caller.call(head, message, replied)
             if self._failure is not None:
@@ -370,6 +384,7 @@ class Session:
         with self._acting():
             if self._failure is not None:
                 return
+            self._note_reached(shard, reply is not LOST and not isinstance(reply, _NOBODY))
             if isinstance(reply, messages.Rows):
                 self._pause = PAUSE
                 self._kept.safe(shard, reply.safe)
@@ -410,6 +425,21 @@ class Session:
         if whole is not None:
             whole.refused_by.add(shard)
             self._post(shard, number, whole, None)
+
+    def _may_speak_for(self, shard: int, server: Server) -> bool:
+        """False if a later view gives a shard another head than the server that was asked."""
+        found = self.view.shard(shard)
+        return found is None or found.chain[:1] in ((server,), ())
+
+    def _note_reached(self, shard: int, was_reached: bool) -> None:
+        """Gives up if nobody has served a shard for too long."""
+        if was_reached:
+            self.servers.reached(shard)
+            return
+        try:
+            self.servers.found_nobody(shard, f"that keeps shard {shard}")
+        except errors.ParameterServerError as error:
+            self._fail(error)
 
     # --- trying again
 
@@ -572,14 +602,17 @@ class Session:
         pause = PAUSE
         while True:
             seen = self.news.count
+            self.news.raise_failure()
             self.refresh()
             for shard in self.view.active:
                 count = self.servers.ask_head(shard, messages.CountOf(number))
                 if isinstance(count, int):
+                    self.servers.reached((number,))
                     with self._acting():
                         self.number = number
                         self.next = self._first = count
                     return
+            self.servers.found_nobody((number,), f"that knows trainer {number}")
             self.news.wait(seen, pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
 

@@ -45,6 +45,7 @@ class Coordinating:
         self._drafts = Drafts()
         self._meeting = Meeting(node.host.worker)
         self._closed = False
+        self._is_undecided = False
 
     def close(self) -> None:
         """Ends it; whoever asked for something asks another server."""
@@ -54,8 +55,8 @@ class Coordinating:
     def _stop(self) -> None:
         """Coordinates no longer: whoever asked for something asks another server."""
         self._coordinator = None
-        for number in list(self._requests):
-            self._settle(number, messages.Rejected(""))
+        self._is_undecided = False
+        self._reject_all()
         for call in self._drafts.close():
             self._node.later(partial(call.answer, messages.Rejected("")))
 
@@ -140,7 +141,7 @@ class Coordinating:
     def asked(self, call: Call, what: orders.Request) -> None:
         """Somebody wants something."""
         self.look()
-        if self._coordinator is None:
+        if self._coordinator is None or self._is_undecided:
             call.answer(messages.Rejected(""))
             return
         number = next(self._numbers)
@@ -232,6 +233,8 @@ class Coordinating:
             self._node.call(effect.to, poll, answered)
 
     def _wait_for_majority(self, silent: tuple[Server, ...]) -> None:
+        self._is_undecided = True
+        self._reject_all()
         names = ", ".join(map(str, silent))
         _logger.warning(
             "cluster %r: server %s cannot tell if it or %s is cut off, as too few servers vote; "
@@ -239,9 +242,15 @@ class Coordinating:
             self._node.cluster, self._node.me, names,
         )  # fmt: skip
 
+    def _reject_all(self) -> None:
+        """Whoever asked for something asks again, for as long as it has patience."""
+        for number in list(self._requests):
+            self._settle(number, messages.Rejected(""))
+
     def _store(self, effect: tasks.Store) -> None:
         coordinator = self._coordinator
         assert coordinator is not None
+        self._is_undecided = False
 
         def put() -> None:
             try:

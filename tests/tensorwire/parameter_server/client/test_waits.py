@@ -1,0 +1,119 @@
+"""Nobody waits for ever: every public call of a cluster that cannot serve it ends with an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import rpc
+from rpc.testing import MemoryHub, as_worker, local_group
+from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.client.patience import Patience
+from tests.tensorwire.parameter_server.clusters import server_names
+
+_SECONDS = 60.0
+"""A deadline that only a call that hangs reaches."""
+_PATIENCE = 0.3
+
+Calls = dict[str, Callable[[], object]]
+
+
+def _calls(cluster: ps.Cluster, table: ps.Table, folder: Path) -> Calls:
+    """Every public call that asks a server."""
+    ids, grad = torch.arange(4), torch.ones(4, 2)
+    layer = torch.nn.Linear(2, 1)
+    group = {"push": lambda: cluster.push({table: (ids, grad)})}
+    return group | {
+        "table": lambda: cluster.table("other", 2, ps.SGD(lr=1.0)),
+        "dense": lambda: cluster.dense("dense", torch.optim.SGD(layer.parameters(), lr=1.0)),
+        "pull": lambda: table.pull(ids),
+        "push of a table": lambda: table.push(ids, grad),
+        "snapshot": lambda: cluster.snapshot(folder / "snapshot").wait(),
+        "resize": lambda: cluster.resize(server_names(1), timeout=_PATIENCE),
+        "finish": cluster.finish,
+    }
+
+
+def _errors_of(calls: Calls) -> dict[str, BaseException | None]:
+    """What each call raises, on a thread of its own, as one that hangs must not hang the test."""
+    raised: dict[str, BaseException | None] = {}
+    agent = rpc.current.current_agent()
+
+    def make(name: str, call: Callable[[], object]) -> None:
+        try:
+            with as_worker(agent):
+                call()
+            raised[name] = None
+        except BaseException as error:
+            raised[name] = error
+
+    for name, call in calls.items():
+        thread = threading.Thread(target=make, args=(name, call), daemon=True)
+        thread.start()
+        thread.join(_SECONDS)
+        assert name in raised, f"{name} hangs"
+    return raised
+
+
+def _require_errors(raised: dict[str, BaseException | None], *kinds: type[Exception]) -> None:
+    wrong = {name: error for name, error in raised.items() if not isinstance(error, kinds)}
+    assert not wrong
+
+
+def _connected() -> tuple[ps.Cluster, ps.Table]:
+    cluster = ps.connect(server_names(2), timeout=_PATIENCE)
+    table = cluster.table("items", 2, ps.SGD(lr=1.0))
+    table.push(torch.arange(4), torch.ones(4, 2))
+    return cluster, table
+
+
+def test_every_call_of_a_cluster_whose_servers_are_out_of_reach_ends_with_an_error(
+    tmp_path: Path,
+) -> None:
+    hub = MemoryHub()
+    with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
+        cluster, table = _connected()
+        for server in range(2):
+            hub.cut(server)
+        raised = _errors_of(_calls(cluster, table, tmp_path))
+        _require_errors(raised, rpc.RpcError, TimeoutError)
+        assert isinstance(raised["push"], ps.UnreachableError)
+        assert cluster.stats()["servers"] == {}
+
+
+def test_every_call_of_a_cluster_that_lost_its_state_says_so(tmp_path: Path) -> None:
+    hub = MemoryHub()
+    with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
+        cluster = ps.connect(server_names(2))
+        table = cluster.table("items", 2, ps.SGD(lr=1.0))
+        table.push(torch.arange(4), torch.ones(4, 2))
+        hub.cut(1)
+        raised = _errors_of(_calls(cluster, table, tmp_path))
+        _require_errors(raised, rpc.RpcError, TimeoutError)
+        assert isinstance(raised["push"], ps.ServerLostError)
+        assert isinstance(raised["table"], ps.ParameterServerError)
+
+
+def test_every_call_of_a_cluster_that_was_left_says_so(tmp_path: Path) -> None:
+    with local_group(*server_names(2), "trainer") as agents, as_worker(agents[-1]):
+        cluster, table = _connected()
+        cluster.session.close()
+        raised = _errors_of(_calls(cluster, table, tmp_path))
+        _require_errors(raised, rpc.RpcError, TimeoutError)
+
+
+def test_patience_ends_after_a_row_of_vain_tries() -> None:
+    patience = Patience(5.0)
+    assert [patience.failed(0, now) for now in (0.0, 3.0, 5.0)] == [False, False, True]
+
+
+def test_patience_begins_anew_after_an_answer_and_after_a_sleep() -> None:
+    patience = Patience(5.0)
+    patience.failed(0, 0.0)
+    patience.answered(0)
+    assert not patience.failed(0, 6.0)
+    assert not patience.failed(0, 100.0)
+    assert not patience.failed(1, 100.0)
