@@ -18,6 +18,7 @@ from rpc.constants import DEFAULT_NUM_WORKER_THREADS
 from rpc.group import rendezvous
 from rpc.group.exposure import is_loopback, warn_if_exposed
 from rpc.group.host_addresses import address_on_the_way_to, host_addresses, outward_address
+from rpc.group.job_roles import JobRoles
 from rpc.group.member_list import MemberTable
 from rpc.group.membership import Check, Membership
 from rpc.group.opening import client_of, opened_for_good, trust_members
@@ -81,7 +82,9 @@ def form_group(
         extras = {LIVENESS: agent.liveness, NONCE: secrets.token_hex(8)}
         me = Record(name, rank, world_size, incarnation, backend, address, extras=extras)
         if world_size is None:
-            agent.membership = Membership(agent, MemberTable(signed), me, check)
+            has_seat = name == os.environ.get("RPC_WORKER_NAME")  # else names are the program's own
+            roles = JobRoles.of(os.environ) if has_seat else JobRoles()
+            agent.membership = Membership(agent, MemberTable(signed), me, check, roles)
             agent.membership.join()
         else:
             records = rendezvous.meet(signed, me, options.bring_up_timeout)

@@ -55,7 +55,14 @@ class BringUpError(RpcError):
 
 
 class UnknownWorkerError(RpcError):
-    """A call names a worker that is not in the group."""
+    """A call names a worker that is not in the group.
+
+    Attributes:
+        is_final: no worker of that name will ever come, so it is not waited for, and the call is
+            not tried again.
+    """
+
+    is_final = False
 
 
 class RpcTimeoutError(RpcError, TimeoutError):

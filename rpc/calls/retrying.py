@@ -81,7 +81,7 @@ class RetriedCall:
     def may_succeed_after(self, error: Exception) -> bool:
         """True if a further attempt may end better; a value does not outlive its owner."""
         errors = _TRANSIENT if self.creation is None else RpcTimeoutError
-        return isinstance(error, errors)
+        return isinstance(error, errors) and not getattr(error, "is_final", False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,15 @@ from collections import deque
 from collections.abc import Callable, Set
 from typing import Final, Protocol
 
-from rpc.errors import AgentClosedError, BringUpError, RpcError, WorkerLeftError, WorkerLostError
+from rpc.errors import (
+    AgentClosedError,
+    BringUpError,
+    RpcError,
+    UnknownWorkerError,
+    WorkerLeftError,
+    WorkerLostError,
+)
+from rpc.group.job_roles import JobRoles
 from rpc.group.member_list import Departure, End, MemberTable
 from rpc.group.records import Record
 from rpc.ids import Life
@@ -31,6 +39,7 @@ from rpc.runtime.clock import Alarm
 from rpc.runtime.executor import blocking
 from rpc.runtime.store_visits import ProcessEndsError, visit
 from rpc.runtime.threads import Thread
+from rpc.runtime.wait_log import WaitLog
 from rpc.transports.base import Peer
 
 _logger = logging.getLogger("rpc")
@@ -69,15 +78,23 @@ class Membership:
         me: this worker's record.
         check: raises if two members' records do not fit together. Then the one that joins
             later fails, and the other does not take it for a member.
+        roles: of the job: a worker that none of them can have is not waited for. Default none
+            are known.
     """
 
     def __init__(
-        self, listener: MembershipListener, table: MemberTable, me: Record, check: Check
+        self,
+        listener: MembershipListener,
+        table: MemberTable,
+        me: Record,
+        check: Check,
+        roles: JobRoles | None = None,
     ) -> None:
         self._listener = listener
         self._table = table
         self._me = me
         self._check = check
+        self._roles = roles or JobRoles()
         self._known: dict[str, Record] = {}
         self._departed: dict[str, Departure] = {}
         self._unreadable: Set[str] = frozenset()
@@ -149,6 +166,7 @@ class Membership:
         Raises:
             AgentClosedError: this worker left the group.
             WorkerLostError: the worker is gone; says how, when and who says so.
+            UnknownWorkerError: no worker of that name can ever be in this job.
         """
         over = threading.Event()
         number = self.when_joined(who, over.set, for_return)
@@ -166,6 +184,16 @@ class Membership:
         departure = None if for_return else self.departure(who)
         if departure is not None:
             raise error_of(departure)
+        if refusal := self._refusal(who):
+            error = UnknownWorkerError(refusal)
+            error.is_final = True
+            raise error
+
+    def _refusal(self, who: str | int) -> str:
+        """The reason for which a worker will never come; empty if it may, or is there."""
+        if not isinstance(who, str) or self._listener.lives(who):
+            return ""
+        return self._roles.refusal(who, list(self._known))
 
     def when_joined(
         self, who: str | int, told: Callable[[], None], for_return: bool = False
@@ -182,7 +210,7 @@ class Membership:
         """
         number = next(self._numbers)
         with self._looked:
-            self._waits[number] = _Wait(who, told, for_return)
+            self._waits[number] = _Wait(who, told, for_return, self._begun)
         self._tell_who_waits()
         self._alarm.set()
         return number
@@ -214,6 +242,9 @@ class Membership:
 
     def _is_over(self, wait: _Wait) -> bool:
         if self._closed or self._listener.lives(wait.who):
+            return True
+        has_looked = self._finished > wait.since  # at least once, as it may be listed already
+        if has_looked and self._refusal(wait.who):
             return True
         return not wait.for_return and self.departure(wait.who) is not None
 
@@ -254,6 +285,19 @@ class Membership:
             self._finished = self._begun
             self._looked.notify_all()
         self._tell_who_waits()
+        self._log_waits(time.monotonic())
+
+    def _log_waits(self, now: float) -> None:
+        """Says for whom somebody waits that has not come for long."""
+        with self._looked:
+            due = [wait for wait in self._waits.values() if wait.log.is_due(now)]
+        for wait in due:
+            here = ", ".join(sorted(self._known))
+            seconds = now - wait.log.began
+            _logger.warning(
+                "%s has waited %.0f s for worker %r to join; the group has: %s",
+                self._me, seconds, wait.who, here,
+            )  # fmt: skip
 
     def _remove_lost(self) -> None:
         while self._lost:
@@ -338,9 +382,13 @@ class Membership:
 class _Wait:
     """Somebody waits for a worker."""
 
-    __slots__ = ("for_return", "told", "who")
+    __slots__ = ("for_return", "log", "since", "told", "who")
 
-    def __init__(self, who: str | int, told: Callable[[], None], for_return: bool) -> None:
+    def __init__(
+        self, who: str | int, told: Callable[[], None], for_return: bool, since: int
+    ) -> None:
+        self.log = WaitLog(time.monotonic())
+        self.since = since
         self.who = who
         self.told = told
         self.for_return = for_return

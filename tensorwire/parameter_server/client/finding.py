@@ -126,6 +126,8 @@ def _life_to_come(
             try:
                 return _asked(name, max(min(left, until_told), _SHORTEST))
             except (rpc.UnknownWorkerError, rpc.WorkerLostError, rpc.RpcTimeoutError) as error:
+                if isinstance(error, rpc.UnknownWorkerError) and error.is_final:
+                    raise
                 if left < 0:
                     raise TimeoutError(repr(name)) from error
             if log.is_due(now := time.monotonic()):

@@ -24,6 +24,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLeftError,
 )
+from rpc.group.job_roles import JobRole, JobRoles
 from rpc.group.member_list import MemberTable
 from rpc.group.membership import Membership
 from rpc.group.records import Record
@@ -220,3 +221,25 @@ def test_one_that_left_is_waited_for_by_whoever_says_that_it_will_return(
         join("bob")
         assert found.result(20).name == "bob"
     assert alice.rpc_sync("bob", operator.add, (1, 2)) == 3
+
+
+@rpc.functions.idempotent
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+@pytest.mark.parametrize("retry", [None, rpc.Retry(attempts=5)])
+def test_a_call_to_a_name_that_no_worker_of_the_job_can_have_fails_at_once(
+    retry: rpc.Retry | None,
+) -> None:
+    agent = Agent(WorkerInfo("trainer:0", 0), 0, MemoryHub().transport())
+    me = Record("trainer:0", 0, None, 0, "test", agent.start())
+    roles = JobRoles({"server": JobRole(1, 1), "trainer": JobRole(1, 1)})
+    table = MemberTable(signed(HashStore()))
+    agent.membership = Membership(agent, table, me, lambda records: None, roles)
+    agent.membership.join()
+    try:
+        with pytest.raises(UnknownWorkerError, match=r"no worker 'sever:0' .* mean 'server:0'"):
+            agent.rpc_async("sever:0", add, (1, 2), timeout=60, retry=retry).wait()
+    finally:
+        agent.shutdown(graceful=False)

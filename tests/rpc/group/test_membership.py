@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
-from rpc.errors import AgentClosedError, WorkerLeftError, WorkerLostError
+from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLeftError, WorkerLostError
 from rpc.group import membership
+from rpc.group.job_roles import JobRole, JobRoles
 from rpc.group.member_list import Departure, End, MemberTable
 from rpc.group.membership import Membership
 from rpc.group.records import LIVENESS, Record
 from rpc.ids import Life
+from rpc.runtime import wait_log
 from rpc.transports.base import Peer
 from tests.rpc.stores import signed
 from tests.waiting import until
@@ -290,6 +292,42 @@ class TestWhoIsGone:
             table(group.store).leave(_record(7, 1))
             with pytest.raises(WorkerLeftError):
                 waiting.result()
+
+
+class TestWhoNeverWillCome:
+    @pytest.fixture
+    def member(self) -> Iterator[Membership]:
+        listener, me = Listener(Life(7, 1)), _record(7, 1)
+        roles = JobRoles({"server": JobRole(1, 2), "trainer": JobRole(1, 1)})
+        made = Membership(listener, table(HashStore()), me, fits, roles)
+        made.join()
+        yield made
+        made.leave()
+
+    def test_is_not_waited_for(self, member: Membership) -> None:
+        told = r"there is no worker 'sever:0' in this job; did you mean 'server:0'\?"
+        with pytest.raises(UnknownWorkerError, match=told) as raised:
+            member.wait_for("sever:0", 0)
+        assert raised.value.is_final
+
+    def test_unless_one_of_that_name_is_listed_that_was_not_heard_of_yet(
+        self, member: Membership
+    ) -> None:
+        member._table.join(Record("odd", 9, None, 0, "test", b""))
+        member.wait_for("odd", 20)
+
+    def test_is_told_from_who_may_come_of_whose_wait_the_log_tells(
+        self,
+        member: Membership,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr(wait_log, "FIRST", (0.01,))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(member.wait_for, "server:1", 60)
+            until(lambda: "for worker 'server:1' to join; the group has: w7" in caplog.text)
+            member._table.join(Record("server:1", 9, None, 0, "test", b""))
+            waiting.result()
 
 
 def test_who_joins_late_knows_at_once_who_is_there_and_who_is_gone() -> None:
