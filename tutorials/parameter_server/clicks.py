@@ -30,7 +30,7 @@ class Batch:
     """Some impressions.
 
     Args:
-        ids: by field, one id for each impression.
+        ids: by field, one id for each impression: ``(n, 1)``.
         numbers: ``(n, NUMBERS)``.
         clicked: 1 or 0.
         chance: the true chance of each click, which no model sees.
@@ -75,7 +75,8 @@ class World:
         habits = sum(habit[each] for habit, each in zip(self._habits, places, strict=True))
         chance = torch.sigmoid(0.8 * agreement + habits + numbers @ self._effects - 1)
         ids = {
-            field: names[each] for field, names, each in zip(SIZES, self._ids, places, strict=True)
+            field: names[each].unsqueeze(1)
+            for field, names, each in zip(SIZES, self._ids, places, strict=True)
         }
         return Batch(ids, numbers, torch.bernoulli(chance, generator=draw), chance)
 

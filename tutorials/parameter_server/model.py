@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,17 @@ class DLRM(nn.Module):
     """Guesses clicks, after "Deep Learning Recommendation Model", Naumov and others, 2019.
 
     Args:
-        tables: by field, a module that gives each id a vector.
+        bags: gives each field of an impression a vector; its ``values()`` are those of all fields
+            side by side.
+        fields: how many there are.
         dim: length of these vectors.
     """
 
-    def __init__(self, tables: Mapping[str, nn.Module], dim: int) -> None:
+    def __init__(self, bags: nn.Module, fields: int, dim: int) -> None:
         super().__init__()
-        self.tables = nn.ModuleDict(dict(tables))
-        count = len(tables) + 1
+        self.bags = bags
+        count = fields + 1
+        self._dim = dim
         self._first, self._second = torch.triu_indices(count, count, 1)
         self.bottom = nn.Sequential(nn.Linear(NUMBERS, 32), nn.ReLU(), nn.Linear(32, dim))
         self.top = nn.Sequential(
@@ -30,8 +34,9 @@ class DLRM(nn.Module):
 
     def forward(self, ids: Mapping[str, Tensor], numbers: Tensor) -> Tensor:
         """Returns the log-odds of a click for each impression."""
-        vectors = [table(ids[field]) for field, table in self.tables.items()]
-        every = torch.stack([self.bottom(numbers), *vectors], 1)
+        found: Any = self.bags(ids)
+        vectors = found.values().unflatten(1, (-1, self._dim))
+        every = torch.cat((self.bottom(numbers).unsqueeze(1), vectors), 1)
         agreement = torch.bmm(every, every.transpose(1, 2))[:, self._first, self._second]
         odds: Tensor = self.top(torch.cat((every.flatten(1), agreement), 1))
         return odds.squeeze(1)

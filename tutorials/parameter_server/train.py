@@ -58,7 +58,7 @@ def make_model(cluster: ps.Cluster, seed: int) -> DLRM:
         for name in SIZES
     }
     torch.manual_seed(seed)  # what one trainer draws for the net is what all begin with
-    return DLRM({name: ps.Embedding(table) for name, table in tables.items()}, _DIM)
+    return DLRM(ps.EmbeddingBagCollection(tables), len(tables), _DIM)
 
 
 def make_optimizer(cluster: ps.Cluster, model: DLRM) -> ps.Optimizer:
@@ -66,14 +66,9 @@ def make_optimizer(cluster: ps.Cluster, model: DLRM) -> ps.Optimizer:
     return ps.Optimizer(cluster, model, dense=torch.optim.Adam, lr=1e-2)
 
 
-def lookups(model: DLRM) -> list[ps.Embedding]:
-    """The modules whose rows can be fetched beforehand."""
-    return [each for each in model.tables.values() if isinstance(each, ps.Embedding)]
-
-
-def ids_of(batch: Batch) -> list[Tensor]:
-    """The ids that these modules will be asked for, in the same order."""
-    return list(batch.ids.values())
+def ids_of(batch: Batch) -> dict[str, Tensor]:
+    """The ids that the collection will be asked for."""
+    return batch.ids
 
 
 def train(options: argparse.Namespace, cluster: ps.Cluster, trainer: int, trainers: int) -> History:
@@ -86,7 +81,7 @@ def train(options: argparse.Namespace, cluster: ps.Cluster, trainer: int, traine
     history.best = area_under_curve(test.chance, test.clicked)
     bar = tqdm(total=options.steps, unit="step", disable=None if trainer == 0 else True)
     moments = [time.perf_counter()]
-    for step, batch in enumerate(ps.prefetch(batches, *lookups(model), ids=ids_of), 1):
+    for step, batch in enumerate(ps.prefetch(batches, model, ids=ids_of), 1):
         moments.append(time.perf_counter())
         optimizer.zero_grad()
         loss = binary_cross_entropy_with_logits(model(batch.ids, batch.numbers), batch.clicked)
