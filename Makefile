@@ -91,6 +91,8 @@ tutorials: $(READY)
 	  -m tutorials.batching.updates --rounds 2 $(SMALL)
 	$(RPCRUN) --role main:1 --role stage:2,service \
 	  -m tutorials.pipeline.train --steps 100 --width 64 --rounds 2 $(SMALL)
+	$(RPCRUN) --role main:1 --role stage:3,service,max_restarts=1 \
+	  -m tutorials.pipeline.hugging_face --steps 40 $(SMALL)
 
 test: $(READY)
 	@$(TEST) $(ARGS)

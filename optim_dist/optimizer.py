@@ -20,7 +20,8 @@ from autograd_dist.sequels import new_name, new_sequel
 from optim_dist.failures import from_each, from_one
 from optim_dist.local_optimizer import LocalOptimizer, name_of, require_usable
 from optim_dist.state import StateAcrossOwners
-from rpc.extend import call_method, import_remedy, retell
+from remote_module import RemoteModule, backups
+from rpc.extend import call_method, import_remedy, is_living, life_of, retell
 
 _SECONDS_TO_TELL: Final = 5.0
 """The seconds that an owner gets to say whether it had stepped, after a pass failed."""
@@ -87,17 +88,71 @@ class DistributedOptimizer(StateAcrossOwners):
             kwargs = _defaults_of(optimizer_class) | kwargs
         self._name = name_of(optimizer_class)
         self._sequel_name = new_name()
-        by_owner, positions = _by_owner(params_rref)
+        self._make = partial(_make_local_optimizer_call, optimizer_class, args, kwargs)
+        self._params = _as_list(params_rref)
+        by_owner, positions = _by_owner(self._params)
         self._positions = [positions[owner] for owner in by_owner]
         self.remote_optimizers: list[rpc.RRef[OwnersOptimizer]] = from_each(
             f"making the optimizer {self._name}",
             by_owner,
-            lambda owner: rpc.rpc_async(
-                owner,
-                _make_local_optimizer,
-                (optimizer_class, by_owner[owner], args, kwargs, self._sequel_name),
-            ),
+            lambda owner: self._make(owner, by_owner[owner], self._sequel_name),
         )
+        self._lives = {owner: life_of(owner) for owner in by_owner}
+
+    def recover(self, modules: Sequence[RemoteModule]) -> None:
+        """Goes on with modules that were made again of their backups.
+
+        The local optimizers of lost workers are made anew where the modules are now, with the
+        state that they had after the step that the backups have.
+
+        Args:
+            modules: on which ``RemoteModule.recover`` was called, in the order in which their
+                parameters were given here.
+
+        Raises:
+            ValueError: the modules have another number of parameters than were lost, or are on
+                a worker that has parameters of this optimizer already.
+
+        Example::
+
+            try:
+                optimizer.step(context_id)
+            except rpc.WorkerLostError:
+                encoder.recover()
+                optimizer.recover([encoder])
+        """
+        gone = [
+            at for at, each in enumerate(self._params) if not is_living(self._lives[each.owner()])
+        ]
+        fresh = [rref for module in modules for rref in module.remote_parameters()]
+        if len(gone) != len(fresh):
+            raise ValueError(
+                f"{len(gone)} parameters of the optimizer were lost, but the modules have "
+                f"{len(fresh)}"
+            )
+        params = list(self._params)
+        for at, rref in zip(gone, fresh, strict=True):
+            params[at] = rref
+        by_owner, positions = _by_owner(params)
+        living = {params[own[0]].owner() for own in self._positions if own[0] not in gone}
+        made_anew = {params[at].owner() for at in gone}
+        if both := living & made_anew:
+            raise ValueError(
+                f"worker {both.pop().name!r} has parameters of this optimizer already; recover "
+                "modules onto workers without any"
+            )
+        made = from_each(
+            f"making the optimizer {self._name} again",
+            {owner: by_owner[owner] for owner in by_owner if owner in made_anew},
+            lambda owner: self._make(owner, by_owner[owner], self._sequel_name),
+        )
+        kept = {each.owner(): each for each in [*self.remote_optimizers, *made]}
+        self._params = params
+        self._lives = {owner: life_of(owner) for owner in by_owner}
+        self._positions = [positions[owner] for owner in by_owner]
+        self.remote_optimizers = [kept[owner] for owner in by_owner]
+        if self._groups is not None:
+            self._groups.forget_sent()
 
     def step(self, context_id: int) -> None:
         """Steps every local optimizer with its worker's gradients; returns when all have.
@@ -211,6 +266,12 @@ def _defaults_of(optimizer_class: object) -> dict[str, Any]:
     return {"lr": 1e-3} if optimizer_class is torch.optim.Adamax else {}
 
 
+def _as_list(params_rref: Iterable[rpc.RRef[Any]]) -> Any:
+    """The references as a list; what is none is left to :func:`_by_owner` to refuse."""
+    is_one = isinstance(params_rref, (rpc.RRef, torch.Tensor))
+    return params_rref if is_one or not isinstance(params_rref, Iterable) else list(params_rref)
+
+
 def _by_owner(
     params_rref: Iterable[rpc.RRef[Any]],
 ) -> tuple[dict[rpc.WorkerInfo, list[rpc.RRef[Any]]], dict[rpc.WorkerInfo, list[int]]]:
@@ -239,11 +300,25 @@ def _by_owner(
 
 
 class OwnersOptimizer(LocalOptimizer):
-    """A local optimizer whose gradients are its worker's in an autograd context."""
+    """A local optimizer whose gradients are its worker's in an autograd context.
+
+    Attributes:
+        name: of the distributed optimizer, the same in each life of an owner.
+        values: what it optimizes, in order.
+    """
+
+    name: bytes = b""
+    values: Sequence[torch.Tensor] = ()
 
     def step(self, context_id: int) -> None:
-        """Steps with the gradients of a context that exists here."""
+        """Steps with the gradients of a context that exists here; then backups have the step."""
         self.step_with(autograd_dist.get_gradients(context_id))
+        if not backups.is_backed(self.values):
+            return
+        with self._grad_fields.used(self.values):
+            sends = backups.copies_after_step(self.name, self.values, self.read_state)
+        for send in sends:
+            send()
 
 
 _STEP: Final = OwnersOptimizer.step.__name__
@@ -261,6 +336,18 @@ def _has_stepped(context_id: int, sequel: bytes) -> bool:
     return sequels().has_run(sequel, context)
 
 
+def _make_local_optimizer_call(
+    optimizer_class: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    owner: rpc.WorkerInfo,
+    parameters: Sequence[rpc.RRef[Any]],
+    sequel_name: bytes,
+) -> rpc.Future[rpc.RRef[OwnersOptimizer]]:
+    arguments = (optimizer_class, parameters, args, kwargs, sequel_name)
+    return rpc.rpc_async(owner, _make_local_optimizer, arguments)
+
+
 def _make_local_optimizer(
     optimizer_class: Callable[..., Any],
     parameters: Sequence[rpc.RRef[Any]],
@@ -271,5 +358,14 @@ def _make_local_optimizer(
     values = [rref.local_value() for rref in parameters]
     fields = autograd_dist.grad_fields()
     optimizer = OwnersOptimizer(optimizer_class, values, args, kwargs, fields)
+    optimizer.name, optimizer.values = sequel_name, values
+    if backups.is_backed(values):
+        if not isinstance(optimizer.optim, torch.optim.Optimizer):
+            raise TypeError(
+                "a RemoteModule with a backup needs an optimizer of torch.optim, whose state can "
+                f"be copied, but got {optimizer.optim!r}"
+            )
+        if left := backups.left_by(sequel_name, values):
+            optimizer.write_state(left)
     sequels().keep(sequel_name, optimizer)
     return rpc.RRef(optimizer)

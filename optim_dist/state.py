@@ -143,6 +143,10 @@ class Groups:
         self.optimizer = _Placeholder(groups)
         self._sent = [_plain(group) for group in groups]
 
+    def forget_sent(self) -> None:
+        """Has all owners told of everything at the next step, as one is new."""
+        self._sent = []
+
     def changed(self) -> list[Hyperparameters] | None:
         """The hyperparameters, if they are not those of the last time; notes a step."""
         self.optimizer.step()  # a scheduler counts them

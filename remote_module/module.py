@@ -8,6 +8,7 @@ RPC. What happens at the module's owner is in ``handlers``; which methods of
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import rpc
-from remote_module import handlers
+from remote_module import backups, handlers
 from remote_module.local_only import LocalOnlyMethodsRefused
 from remote_module.remote_device import parse_remote_device
 from remote_module.scripting import scriptable_class
@@ -64,9 +65,30 @@ class _Caller:
         return self.module_rref, self.device, self.is_device_map_set, args, kwargs
 
 
+@dataclass(frozen=True, slots=True)
+class _Backup:
+    """The backup of a module.
+
+    Args:
+        worker: its name.
+        key: names the copy there.
+        owner: the life of the module's owner.
+    """
+
+    worker: str
+    key: str
+    owner: extend.Life
+
+
 _FORWARD_METHODS: Final = (_Caller.forward_async, _Caller.forward)
 _NOT_WORTH_A_NOTE: Final = frozenset(
-    [*vars(nn.Module()), *(method.__name__ for method in _FORWARD_METHODS), "_recipe", "_seed"]
+    [
+        *vars(nn.Module()),
+        *(method.__name__ for method in _FORWARD_METHODS),
+        "_recipe",
+        "_seed",
+        "_backup",
+    ]
 )
 
 
@@ -79,6 +101,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         args: its positional arguments.
         kwargs: its keyword arguments.
         seed: of the random numbers that ``module_cls`` draws.
+        backup: a worker that keeps a copy of the module's state.
         _module_interface_cls: a TorchScript interface; if given, the module is
             compiled with TorchScript where it lives, ``is_scriptable`` is True, the
             handle may be compiled as well (``torch.jit.script``), and cannot be sent: send
@@ -99,6 +122,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
     _interface: Any
     _recipe: tuple[Callable[..., nn.Module], Sequence[Any], dict[str, Any]]
     _seed: int | None
+    _backup: _Backup | None
 
     def __init__(
         self,
@@ -109,6 +133,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         _module_interface_cls: Any = None,
         *,
         seed: int | None = None,
+        backup: str | None = None,
     ) -> None:
         super().__init__()
         if not callable(module_cls):
@@ -119,6 +144,9 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         self._recipe = (module_cls, args or (), kwargs or {})
         self._seed = seed
         self._attach(self._create())
+        self._backup = None
+        if backup is not None:
+            self._back_up(backup)
 
     @staticmethod
     def init_from_module_rref(
@@ -181,6 +209,48 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         if remote_device is not None:
             self._place(remote_device, getattr(self, "_interface", None))
         self._attach(self._create())
+
+    def recover(self, backup: str | None = None) -> None:
+        """Makes the module of its backup, where that is, after its owner was lost.
+
+        It is as after the last step of a ``DistributedOptimizer`` that returned, or of the one
+        that failed, and so is what ``DistributedOptimizer.recover`` takes over for it. Only this
+        handle follows.
+
+        Args:
+            backup: another worker that backs it up from now on. Default none.
+
+        Raises:
+            RuntimeError: the owner is living, or the copy is lost too.
+            ValueError: the module has no backup, or the new one cannot be.
+        """
+        former = getattr(self, "_backup", None)
+        if former is None:
+            raise ValueError("the module has no backup: make it with RemoteModule(..., backup=...)")
+        if extend.is_living(former.owner):
+            raise RuntimeError(f"worker {self.on!r} is living, so its module is where it was")
+        if backup is not None:
+            _require_backup(backup, former.worker)
+        if not rpc.rpc_sync(former.worker, backups.is_kept, (former.key,)):
+            raise RuntimeError(f"worker {former.worker!r} has no copy of the module any more")
+        device = self.device
+        self._place(f"{former.worker}/{device}", None)
+        arguments = (*self._recipe, device, former.key, backup)
+        self._attach(rpc.remote(self.on, backups.create_of_copy, arguments))
+        mode = self.module_rref, self.training
+        rpc.rpc_sync(self.module_rref.owner(), handlers.set_training, mode)
+        owner = extend.life_of(former.worker)
+        self._backup = None if backup is None else _Backup(backup, former.key, owner)
+
+    def _back_up(self, backup: str) -> None:
+        owner = self.module_rref.owner_name()
+        _require_backup(backup, owner)
+        if self.is_scriptable:
+            raise ValueError(f"backup={backup!r}: a script module cannot be made again elsewhere")
+        made = _Backup(backup, uuid.uuid4().hex, extend.life_of(owner))
+        arguments = (self.module_rref, made.key, backup)
+        rpc.rpc_sync(self.module_rref.owner(), backups.back_up, arguments)
+        self._backup = made
 
     @property
     def can_be_made_anew(self) -> bool:
@@ -361,6 +431,9 @@ class RemoteModule(_RemoteModule):
         seed: of the random numbers that ``module_cls`` draws there, such as initial weights, which
             then depend on it alone. Default none: they come as they do on that worker, and
             ``torch.manual_seed`` here has no effect on them.
+        backup: the name of another worker that keeps a copy of the module's state in memory. It
+            has each step of a ``DistributedOptimizer`` before that returns; after the owner's
+            death :meth:`recover` makes the module of it. Default none.
 
     Raises:
         TypeError: ``module_cls`` cannot be called, or ``seed`` is no whole number.
@@ -383,8 +456,9 @@ class RemoteModule(_RemoteModule):
         kwargs: dict[str, Any] | None = None,
         *,
         seed: int | None = None,
+        backup: str | None = None,
     ) -> None:
-        super().__init__(remote_device, module_cls, args, kwargs, seed=seed)
+        super().__init__(remote_device, module_cls, args, kwargs, seed=seed, backup=backup)
 
 
 def _arrive(kind: type[_RemoteModule], *carried: Any) -> _RemoteModule:
@@ -402,6 +476,17 @@ def _require_seed(seed: object) -> None:
         raise TypeError(f"seed={seed!r} is a {type(seed).__name__}, not a whole number")
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed={seed} must be at least 0 and less than 2**64")
+
+
+def _require_backup(backup: object, owner: str) -> None:
+    if not isinstance(backup, str):
+        raise TypeError(f"backup={backup!r} is a {type(backup).__name__}, not a worker's name")
+    if backup == owner:
+        raise ValueError(f"backup={backup!r} is the module's own worker, and would die with it")
+    try:
+        extend.life_of(backup)
+    except (rpc.UnknownWorkerError, rpc.WorkerLostError) as error:
+        raise ValueError(f"backup={backup!r}: no such worker is in the group") from error
 
 
 def _dropped(name: str) -> str:

@@ -47,7 +47,7 @@ def test_training_that_was_cut_short_goes_on_from_its_checkpoint(
     text = torch.randint(0, 11, (200,))
     corpus = Corpus(text, text)
     options = argparse.Namespace(
-        steps=6, batch_size=4, length=6, seed=0, resume=False, output=tmp_path
+        steps=6, batch_size=4, length=6, seed=0, resume=False, kill=False, output=tmp_path
     )
     model = transformer(characters=11, length=6, width=8, blocks=2)
     with local_group("main", "stage1", "stage2") as agents, as_worker(agents[0]):
@@ -62,11 +62,28 @@ def test_training_that_was_cut_short_goes_on_from_its_checkpoint(
 @pytest.mark.slow
 @pytest.mark.xdist_group("pipeline")
 @pytest.mark.usefixtures("process_server")
-def test_it_learns_writes_and_draws_every_schedule(tmp_path: Path) -> None:
+def test_it_learns_writes_and_draws_every_schedule_though_a_stage_is_killed(
+    tmp_path: Path,
+) -> None:
     small = ["--width", "16", "--batch-size", "8", "--micro-batches", "4", "--rounds", "1"]
-    small += ["--steps", "40", "--written", "5"]
-    output = run_tutorial(tmp_path, "pipeline.train", "main:1 stage:2,service", *small)
+    small += ["--steps", "40", "--written", "5", "--kill"]
+    roles = "main:1 stage:2,service,max_restarts=1"
+    output = run_tutorial(tmp_path, "pipeline.train", roles, *small)
+    assert "stage:1 is killed" in output
     assert number_after("step 40:", output) < math.log2(97)
     assert number_after("zb-h1, 4 micro-batches:", output) > 0
     assert "ERROR" not in output
     assert_pictures(tmp_path, "loss.png", "schedules.png")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("pipeline")
+@pytest.mark.usefixtures("process_server")
+def test_a_hugging_face_model_in_three_stages_learns_though_one_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    small = ["--steps", "12", "--width", "32", "--batch-size", "8", "--length", "16"]
+    roles = "main:1 stage:3,service,max_restarts=1"
+    output = run_tutorial(tmp_path, "pipeline.hugging_face", roles, *small)
+    assert "stage:1 is killed" in output
+    assert number_after("step 12:", output) < number_after("step 1:", output)
+    assert_pictures(tmp_path, "hugging_face.png")

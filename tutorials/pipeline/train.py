@@ -11,14 +11,20 @@ stage works on the second:
 ``Pipeline.split`` cuts the model, ``train_step`` runs a schedule such as this one. Each
 worker knows its row of the table and sends what comes of it to whoever needs it; the main
 worker only says that a step begins.
+
+With ``--kill`` the last stage's worker is killed on the way. Each stage has a backup in another
+worker's memory then, and the losses are those of a run in which nobody dies.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import rpc
 from tensorwire import checkpoint
 from tensorwire.pipeline import Pipeline
 from tutorials import pictures, taking_part
@@ -46,6 +53,7 @@ def make_pipeline(
     schedule: str,
     microbatches: int,
     length: int,
+    backups: int = 0,
 ) -> Pipeline:
     """Cut the model into stages, in turn on the workers."""
     homes = [*workers] * _STAGES_PER_WORKER.get(schedule, 1)
@@ -57,6 +65,7 @@ def make_pipeline(
         schedule=schedule,
         microbatches=microbatches,
         loss=loss,
+        backups=backups,
     )
 
 
@@ -91,12 +100,24 @@ def train(pipe: Pipeline, corpus: Corpus, options: argparse.Namespace) -> list[f
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        if options.kill and step == options.steps // 2:
+            kill(pipe.workers[-1])
         if (done := step + 1) % SAVED_EVERY == 0 or done == options.steps:
             checkpoint.save(options.output / "checkpoints" / str(done),
                             {**state, "step": done}, keep=2)  # fmt: skip
             recent = bits[-SAVED_EVERY:]
             tqdm.write(f"step {done}: {statistics.fmean(recent):.2f} bits per character")
     return bits
+
+
+def kill(worker: str) -> None:
+    """Have a worker die in a moment, most likely in the middle of a step."""
+    tqdm.write(f"{worker} is killed")
+    rpc.rpc_sync(worker, _die_soon)
+
+
+def _die_soon() -> None:
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def _characters(batch: _Batch) -> int:
@@ -157,8 +178,9 @@ def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     torch.manual_seed(options.seed)
     model = transformer(len(ALPHABET), options.length, options.width, options.blocks)
     with make_pipeline(
-        model, workers[1:], options.schedule, options.micro_batches, options.length
-    ) as pipe:
+        model, workers[1:], options.schedule, options.micro_batches, options.length,
+        int(options.kill),
+    ) as pipe:  # fmt: skip
         print(f"{len(pipe.stages)} stages, schedule {options.schedule}, "
               f"{sum(each.numel() for each in model.parameters()):,} parameters, "
               f"backend {options.backend}", flush=True)  # fmt: skip
@@ -176,6 +198,9 @@ def _draw_loss(bits: Sequence[float], options: argparse.Namespace) -> None:
     drawn = pictures.figure(7, 3.5)
     axes = drawn.subplots()
     axes.plot(bits, linewidth=0.8)
+    if options.kill:
+        axes.axvline(options.steps // 2, color="tab:red", linewidth=0.8, label="a stage is killed")
+        axes.legend()
     axes.set(xlabel="step", ylabel="bits per character")
     pictures.save(drawn, options.output / "loss.png")
 
@@ -193,6 +218,7 @@ def main() -> int:
     add("--blocks", type=taking_part.positive, default=4, help="of the transformer (%(default)s)")
     add("--rounds", type=taking_part.positive, default=6, help="of measuring (%(default)s)")
     add("--written", type=taking_part.positive, default=300, help="characters (%(default)s)")
+    add("--kill", action="store_true", help="kill the last stage's worker on the way")
     add("--resume", action="store_true", help="go on from the latest checkpoint in --output")
     return taking_part.run(parser.parse_args(), taking_part.Job(drive, fewest=3))
 
