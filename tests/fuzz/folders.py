@@ -17,10 +17,19 @@ from typing import Any
 
 import torch
 
-from tensorwire import checkpoint
+from tensorwire import checkpoint, parameter_server
 from tensorwire.checkpoint import CheckpointError
 from tensorwire.checkpoint.manifest import sealed
+from tensorwire.parameter_server.declarations.dense_spec import Spread, describe
+from tensorwire.parameter_server.declarations.initialisers import Constant
+from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
+from tensorwire.parameter_server.declarations.rules import Adam
+from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
+from tensorwire.parameter_server.snapshots.contents import Restored
+from tensorwire.parameter_server.snapshots.fit import fit_of
+from tensorwire.parameter_server.snapshots.kept import Keeping
 from tests.fuzz.mutations import changed
+from tests.tensorwire.parameter_server.snapshots import shards
 
 Draw = random.Random
 Files = dict[str, bytes]
@@ -34,6 +43,35 @@ def checkpoints(draw: Draw) -> None:
             checkpoint.Checkpoint.open(folder).verify()
         with contextlib.suppress(CheckpointError):
             checkpoint.latest(folder.parent)
+
+
+def snapshots(draw: Draw) -> None:
+    """A folder in the place of a parameter server's snapshot."""
+    spec, right = _snapshot()
+    with changed_folder(draw, right) as folder:
+        with contextlib.suppress(CheckpointError):
+            parameter_server.read(folder, "items")
+        with contextlib.suppress(CheckpointError):
+            restored = Restored.open(folder)
+            restored.verify()
+            for name, saved in restored.described.items():
+                Keeping.decode(Keeping(saved, str(folder), strict=True).encode())
+                fit_of(saved, spec)
+                if name == spec.name and not fit_of(saved, spec).misfits:
+                    shards.restore(folder, 2, {name: spec.encode()})
+            shards.restore(folder, 1, {})
+
+
+@functools.cache
+def _snapshot() -> tuple[TableSpec, Mapping[str, bytes]]:
+    spec = TableSpec(
+        "items", 2, Adam(), Constant(), MinCount(2), UnusedFor(9), Precision.BFLOAT16
+    )  # fmt: skip
+    parameters = [torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(2))]
+    dense = describe("net", torch.optim.Adam(parameters), Spread.ELEMENTS)
+    with tempfile.TemporaryDirectory() as folder:
+        shards.save(Path(folder, "1"), [spec, dense])
+        return spec, files_of(Path(folder, "1"))
 
 
 @functools.cache

@@ -51,7 +51,7 @@ from rpc.transports.tensorwire.handshake import (
 from rpc.transports.tensorwire.main_reader import FrameDecoder
 from rpc.transports.tensorwire.tls import Certificates
 from rpc.transports.tensorwire.tls_socket import TlsSocket
-from tests.fuzz.folders import checkpoints
+from tests.fuzz.folders import checkpoints, snapshots
 from tests.fuzz.mutations import changed, pieces
 from tests.rpc.transports.tensorwire.certificates import for_everybody
 
@@ -283,5 +283,6 @@ TARGETS: Mapping[str, Callable[[Draw], None]] = {
         frames,
         bulk,
         checkpoints,
+        snapshots,
     )
 }

@@ -87,14 +87,19 @@ def _dense(shard: ShardState, spec: DenseSpec, time: int) -> Load:
     return Load((), {spec.name: DensePush(grads, frozenset(), spec.groups)})
 
 
-def save(folder: Path, spec: Spec, shards: int = 2, steps: int = STEPS) -> list[ShardState]:
+def save(
+    folder: Path, spec: Spec | Sequence[Spec], shards: int = 2, steps: int = STEPS
+) -> list[ShardState]:
     """Writes the snapshot of a cluster that has made some steps; returns its shards."""
-    made = primed({spec.name: specs.encode(spec)}, shards)
-    if isinstance(spec, DenseSpec):
-        for shard in made:
-            shard.run(Assign(Values(spec.name, 0, _beginning(spec))))
+    several = [spec] if isinstance(spec, TableSpec | DenseSpec) else spec
+    made = primed({each.name: specs.encode(each) for each in several}, shards)
+    for each in several:
+        if isinstance(each, DenseSpec):
+            for shard in made:
+                shard.run(Assign(Values(each.name, 0, _beginning(each))))
     for time in range(1, steps + 1):
-        push(made, spec, time)
+        for each in several:
+            push(made, each, time)
     write_all(folder, made, steps)
     return made
 
