@@ -75,7 +75,11 @@ class RestoreError(DeclarationError, MismatchError):
 
 
 class OutOfMemoryError(ParameterServerError):
-    """A server has no room for the rows of a push; nothing of it was taken there."""
+    """A server has no room for the rows of a push; nothing of it was taken by any server.
+
+    Unless the message says otherwise: if several trainers push very much at once, the others may
+    have taken their parts.
+    """
 
 
 class GradientError(ParameterServerError, ValueError):

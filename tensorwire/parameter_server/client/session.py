@@ -27,6 +27,7 @@ from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.client.exchange import Answer, PendingPull, Whole
 from tensorwire.parameter_server.client.news import News
 from tensorwire.parameter_server.client.patience import Patience
+from tensorwire.parameter_server.client.room import Room
 from tensorwire.parameter_server.client.servers import LONGEST_PAUSE, PAUSE, Servers
 from tensorwire.parameter_server.client.undone import undone_of_others
 from tensorwire.parameter_server.decisions import orders
@@ -100,6 +101,7 @@ class Session:
         self.servers = Servers(
             worker, self._caller, self.news, lambda: self.view, self.refresh, Patience(patience)
         )
+        self._room = Room(self.servers, lambda: self.view)
         self._forget = worker.subscribe(channel, self._hear)
         self._context = contextvars.copy_context()
         self._tender = threading.Thread(target=self._tend, name="tensorwire-ps", daemon=True)
@@ -187,6 +189,9 @@ class Session:
             The number of the push, or -1, and the pull if something is to be pulled.
         """
         self._await(lambda: len(self._kept) < _UNDER_WAY or whole is None, None)
+        full = self._no_room(whole)
+        if full is not None:  # an empty push takes its place, so that nobody waits for it
+            whole = Whole(PushKind.SKIP)
         with self._naming_all_lost(), self._acting():
             self._raise_failure()
             number, parts = -1, {}
@@ -195,9 +200,23 @@ class Session:
                 parts = dict.fromkeys(self.view.active, PushKind.UPDATE)
                 self._kept.add(number, self.view.epoch, whole, parts)
             asked = self._ask(wanted, dense) if wanted or dense else None
+            if full is not None and asked is None:
+                self._errors[number] = full
+            elif full is not None and asked is not None:
+                asked.error = full
             for shard in self.view.active:
                 self._post(shard, number, whole, asked)
         return number, asked
+
+    def _no_room(self, whole: Whole | None) -> Exception | None:
+        """The reason for which servers would take a push in part; None if they take all of it."""
+        if whole is None or whole.kind is not PushKind.UPDATE:
+            return None
+
+        def parted(each: splitting.RowGradients, view: View) -> splitting.Split:
+            return self._split_of(each.rows, view)[0]
+
+        return self._room.refusal(self.number, self.next, whole.tables, parted)
 
     def _ask(self, wanted: Sequence[TableIds], dense: tuple[str, ...]) -> PendingPull:
         self.pulls += 1
@@ -306,6 +325,8 @@ class Session:
 
             def replied(reply: Any) -> None:
                 self._clock(head.name, time.perf_counter() - begin)
+                if isinstance(reply, messages.Rows | messages.Accepted) and reply.room >= 0:
+                    self._room.told(shard, head, reply.room)
                 answer = reply if self._may_speak_for(shard, head) else NotHead()
                 self._replied(shard, number, epoch, asked, answer)
 
@@ -418,7 +439,9 @@ class Session:
         self, shard: int, number: int, asked: PendingPull | None, text: str
     ) -> None:
         """An empty push takes its place, so that nobody waits for it."""
-        self._errors.setdefault(number, errors.OutOfMemoryError(f"nothing was taken: {text}"))
+        rest = "; others have taken their parts" if len(self.view.active) > 1 else ""
+        text = f"nothing was taken by it: {text}{rest}"
+        self._errors.setdefault(number, errors.OutOfMemoryError(text))
         if asked is not None:
             asked.error = self._errors.pop(number)
         whole = self._kept.whole(number)

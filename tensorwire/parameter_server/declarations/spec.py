@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import enum
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import cloudpickle
 
 from tensorwire.parameter_server.declarations.arguments import instance, whole
 from tensorwire.parameter_server.declarations.initialisers import Initialiser
 from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
-from tensorwire.parameter_server.declarations.rules import Rule
+from tensorwire.parameter_server.declarations.rules import Per, Rule
 from tensorwire.parameter_server.declarations.wire import Wire
+
+_INDEX_BYTES: Final = 32
 
 
 class Precision(enum.Enum):
@@ -77,6 +79,14 @@ class TableSpec:
             for each in fields(self)
             if repr(getattr(self, each.name)) != repr(getattr(other, each.name))
         ]
+
+
+def row_bytes(spec: TableSpec) -> int:
+    """The bytes that one more row takes at a server, with its place in the index."""
+    item = 4 if spec.precision is Precision.FLOAT32 else 2
+    state = sum(4 * (spec.dim if per is Per.COLUMN else 1) for per in spec.rule.state.values())
+    touched = 8 if spec.evict else 0
+    return 8 + item * spec.dim + state + touched + _INDEX_BYTES
 
 
 def _is_unfinished(rule: type[Any]) -> bool:

@@ -111,6 +111,23 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserve:
+    """Keep room for a shard's part of a push. Answered with True, or :class:`Full`.
+
+    Args:
+        shard: which.
+        trainer: who will push.
+        number: of the push; that or a later one ends this.
+        rows: by table, how many.
+    """
+
+    shard: int
+    trainer: int
+    number: int
+    rows: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The answer to a pull.
 
@@ -120,19 +137,27 @@ class Rows:
             set them yet.
         safe: pushes of the asker that are safe.
         low: pushes of the slowest trainer.
+        room: bytes that the server had left for rows when a push came last; -1 if none did.
     """
 
     tables: tuple[Packed, ...]
     dense: Mapping[str, Mapping[torch.dtype, Tensor] | None]
     safe: int
     low: int
+    room: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The answer to a push without a pull: so many pushes of its sender are safe."""
+    """The answer to a push without a pull: so many pushes of its sender are safe.
+
+    Args:
+        safe: how many.
+        room: as in :class:`Rows`.
+    """
 
     safe: int
+    room: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,21 @@ import torch
 _SECONDS: Final = 0.5
 _KEPT: Final = 1 << 28
 """Bytes that are left to others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The room that one push to one shard may need.
+
+    Args:
+        place: cluster, shard, trainer.
+        number: of the push.
+        bytes: how much.
+    """
+
+    place: tuple[str, int, int]
+    number: int
+    bytes: int
 
 
 class _Last:

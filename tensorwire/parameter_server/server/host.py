@@ -23,11 +23,11 @@ from tensorwire.parameter_server.messaging.calling import Caller
 from tensorwire.parameter_server.messaging.settings import Meeting
 from tensorwire.parameter_server.metrics import text_of
 from tensorwire.parameter_server.server import available
+from tensorwire.parameter_server.server.available import Claim
 from tensorwire.parameter_server.server.facts import facts_of
 from tensorwire.parameter_server.server.loading import load_kernels
 from tensorwire.parameter_server.server.node import Node, _turned_away
-from tensorwire.parameter_server.server.shard import Call
-from tensorwire.parameter_server.server.state import ShardState
+from tensorwire.parameter_server.server.shard import Call, ShardServer
 
 _logger: Final = logging.getLogger("tensorwire")
 _SECONDS_BETWEEN_TRIES: Final = 0.1
@@ -51,6 +51,7 @@ class Host:
         self.device: torch.device | None = None
         self._born = time.monotonic()
         self._nodes: dict[str, Node] = {}
+        self._reserved: dict[tuple[str, int, int], Claim] = {}
         self._lock = threading.Lock()
         self._context = contextvars.copy_context()
         self._timers: set[threading.Timer] = set()
@@ -143,21 +144,47 @@ class Host:
 
     # --- memory
 
-    def refusal(self, state: ShardState, load: Any) -> str:
-        """The reason for which there is no room for a push; empty if there is."""
-        wanted = state.rows_wanted(load) if load is not None else 0
-        if not wanted:
+    def take_room(self, push: Claim, shard: ShardServer) -> str:
+        """A push came: the reason for which there is no room for it; empty if there is.
+
+        The shard knows afterwards how much is left.
+        """
+        with self._lock:
+            kept = self._reserved.get(push.place)
+            if kept is not None and push.number >= kept.number:
+                del self._reserved[push.place]
+        if not push.bytes:
             return ""
+        free = self._free(push)
+        shard.room = max(0, free - push.bytes)
+        return "" if push.bytes <= free else self._no_room(free, push.bytes)
+
+    def reserve(self, push: Claim) -> str:
+        """Keeps room for a push; returns why not, or nothing."""
+        free = self._free(push)
+        if push.bytes > free:
+            return self._no_room(free, push.bytes)
+        with self._lock:
+            self._reserved[push.place] = push
+        return ""
+
+    def give_room_back(self, cluster: str, shard: int, trainer: int) -> None:
+        """A trainer was lost."""
+        with self._lock:
+            self._reserved.pop((cluster, shard, trainer), None)
+
+    def _free(self, push: Claim) -> int:
+        """The bytes that are left for a push, beside those that are kept for others."""
+        with self._lock:
+            others = sum(c.bytes for place, c in self._reserved.items() if place != push.place)
+            shards = [s for node in self._nodes.values() for s in node.shards.values()]
         if self.memory is None:
-            free = available.bytes_free(self.device)
-        else:
-            with self._lock:
-                shards = [s for node in self._nodes.values() for s in node.shards.values()]
-            free = self.memory - sum(shard.state.bytes for shard in shards)
-        if wanted <= free:
-            return ""
+            return available.bytes_free(self.device) - others
+        return self.memory - others - sum(shard.state.bytes for shard in shards)
+
+    def _no_room(self, free: int, wanted: int) -> str:
         name = self.worker.info.name
-        return f"server {name!r} has {free} bytes left, and a push may need {wanted}"
+        return f"server {name!r} has {max(free, 0)} bytes left, and a push may need {wanted}"
 
     def describe(self, node: Node) -> dict[str, Any]:
         """All that this server can say of itself."""

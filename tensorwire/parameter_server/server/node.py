@@ -15,7 +15,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorwire.parameter_server.decisions import lives, orders, views
-from tensorwire.parameter_server.decisions.clock import Reached
+from tensorwire.parameter_server.decisions.clock import Push, Reached
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
 from tensorwire.parameter_server.decisions.replica import (
     Effect,
@@ -33,10 +33,11 @@ from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller, latest_life
 from tensorwire.parameter_server.messaging.settings import consistency_of
+from tensorwire.parameter_server.server.available import Claim
 from tensorwire.parameter_server.server.coordinating import Coordinating
 from tensorwire.parameter_server.server.copying import Copies
 from tensorwire.parameter_server.server.shard import Call, PullCall, PushCall, ShardServer
-from tensorwire.parameter_server.server.state import ShardState
+from tensorwire.parameter_server.server.state import ShardState, rows_of
 from tensorwire.parameter_server.server.writing import write
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ class Node:
             return
         push, pull = message.push, message.pull
         if push is not None:
-            full = self.host.refusal(shard.state, push.load)
+            full = self.host.take_room(self._claim(shard, push), shard)
             if full:
                 call.answer(messages.Full(full))
                 return
@@ -281,6 +282,20 @@ class Node:
             pull = replace(pull, ask=PullCall(call, pull.ask))
             self.carry_out(message.shard, shard.replica.pulled(pull))
 
+    def _claim(self, shard: ShardServer, push: Push) -> Claim:
+        place = (self.cluster, shard.replica.shard, push.trainer)
+        return Claim(place, push.number, shard.state.bytes_wanted(rows_of(push.load)))
+
+    def _reserve(self, call: Call, message: messages.Reserve) -> None:
+        shard = self.shards.get(message.shard)
+        if shard is None or not shard.replica.is_head:
+            call.answer(NotHead())
+            return
+        place = (self.cluster, message.shard, message.trainer)
+        claim = Claim(place, message.number, shard.state.bytes_wanted(message.rows))
+        full = self.host.reserve(claim)
+        call.answer(messages.Full(full) if full else True)
+
     def _command(self, call: Call, message: messages.Command) -> None:
         self.see(View.decode(message.view))
         shard = self.shards.get(message.shard)
@@ -289,6 +304,8 @@ class Node:
             return
         self._term = message.term
         order = message.order
+        if isinstance(order, orders.Silence):
+            self.host.give_room_back(self.cluster, message.shard, order.trainer)
         if isinstance(order, orders.Write):
             self.later(lambda: self.host.start(lambda: self._write(call, shard, order)))
         else:
@@ -427,6 +444,7 @@ class Node:
 
     _handlers: Final[dict[type, Callable[[Node, Call, Any], None]]] = {
         messages.Exchange: _exchange,
+        messages.Reserve: _reserve,
         messages.Command: _command,
         messages.Logged: _logged,
         messages.Bring: _bring,

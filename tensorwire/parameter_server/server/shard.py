@@ -102,6 +102,7 @@ class ShardServer:
         self.broken = ""
         self.lane: Lane[Effect] = Lane(self._do)
         self.pulled = 0
+        self.room = -1
         self.seconds = {"pushes": 0.0, "pulls": 0.0}
         self._changed = changed
         self._copy = copy
@@ -145,7 +146,7 @@ class ShardServer:
             asked.call.answer(Unread(f"{type(error).__name__}: {error}", safe))
             return
         self.pulled += 1
-        asked.call.answer(Rows(tables, dense, safe, effect.low))
+        asked.call.answer(Rows(tables, dense, safe, effect.low, self.room))
 
     def _respond(self, call: Any, answer: Any) -> None:
         if isinstance(call, Call):
@@ -163,5 +164,6 @@ class ShardServer:
         if isinstance(answer, Refusal):
             return Denied(answer)
         if isinstance(answer, Taken) and not call.pulls:
-            return Accepted(max(self.replica.safe_count(answer.trainer), answer.number + 1))
+            safe = max(self.replica.safe_count(answer.trainer), answer.number + 1)
+            return Accepted(safe, self.room)
         return None

@@ -453,14 +453,18 @@ class ShardState:
             joined([flat], answer[dtype])
         return answer
 
-    def rows_wanted(self, load: Load) -> int:
-        """Bytes that a push may need at most."""
-        wanted = 0
-        for part in load.tables:
-            for name, size in zip(part.rows.tables, part.rows.sizes, strict=True):
-                if name in self.tables:
-                    wanted += size * self.tables[name].row_bytes
-        return wanted
+    def bytes_wanted(self, rows: Mapping[str, int]) -> int:
+        """Bytes that so many rows of each table may need at most."""
+        known = {name: count for name, count in rows.items() if name in self.tables}
+        return sum(count * self.tables[name].row_bytes for name, count in known.items())
+
+
+def rows_of(load: Load | None) -> dict[str, int]:
+    """The number of rows of each table in a push."""
+    found: dict[str, int] = {}
+    for part in load.tables if load is not None else ():
+        found.update(zip(part.rows.tables, part.rows.sizes, strict=True))
+    return found
 
 
 Pushes = Sequence[tuple[Push, TablePush]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ import torch
 from rpc.testing import as_worker, local_group
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.client.bottleneck import Watch, reason
+from tensorwire.parameter_server.client.servers import Servers
+from tensorwire.parameter_server.declarations.spec import TableSpec, row_bytes
+from tensorwire.parameter_server.kernels import torch_kernels
 from tensorwire.parameter_server.server.host import host
+from tensorwire.parameter_server.storage.table import Table
 from tests import waiting
 from tests.tensorwire.parameter_server.clusters import run, train
 
@@ -97,6 +102,68 @@ def test_a_server_without_room_refuses_a_push_whole_and_nobody_waits_for_it() ->
         return cluster.step, float(table.pull(torch.arange(10)).mean())
 
     assert train([go]) == [(3, 2.0)]
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+@pytest.mark.parametrize("consistency", [ps.BSP(ps.Reduce.SUM), ps.SSP(1), ps.Async()], ids=str)
+def test_a_push_for_which_one_server_has_no_room_moves_no_row_of_another(
+    consistency: Any, trainers: int
+) -> None:
+    few, many = torch.arange(20), torch.arange(4000)
+
+    def go(number: int) -> tuple[int, list[float]]:
+        cluster = ps.connect(["small", "large"], consistency=consistency, trainers=trainers)
+        table = cluster.table("items", 8, ps.SGD(lr=1.0))
+        table.push(few, -torch.ones(20, 8))
+        for _ in range(2):
+            with pytest.raises(ps.OutOfMemoryError, match=r"nothing was taken: server 'small'"):
+                table.push(many, -torch.ones(4000, 8))
+        table.push(few, -torch.ones(20, 8))
+        step = cluster.step
+        cluster.finish()
+        return step, table.pull(many).unique().tolist()
+
+    names = [f"trainer{number}" for number in range(trainers)]
+    with local_group("small", "large", *names) as agents:
+        with as_worker(agents[0]):
+            host().memory = 50_000
+        told = run(agents[2:], [partial(go, number) for number in range(trainers)])
+        with as_worker(agents[2]):
+            last = ps.connect(["small", "large"], consistency=consistency, trainers=trainers)
+            table = last.table("items", 8, ps.SGD(lr=1.0))
+            assert table.pull(few).eq(2.0 * trainers).all()
+            assert table.pull(many[20:]).eq(0).all()
+    assert [step for step, _ in told] == [4] * trainers
+
+
+def test_a_push_that_is_small_beside_the_room_is_sent_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    ask_heads = Servers.ask_heads
+
+    def counted(self: Servers, wanted: Any) -> Any:
+        asked.append(wanted)
+        return ask_heads(self, wanted)
+
+    monkeypatch.setattr(Servers, "ask_heads", counted)
+
+    def go() -> None:
+        cluster = ps.connect(["ps0", "ps1"])
+        table = cluster.table("items", 8, ps.SGD(lr=1.0))
+        for _ in range(5):
+            table.push(torch.arange(10), torch.ones(10, 8))
+
+    train([go], servers=2)
+    assert len(asked) == 1  # of the first push nobody knew anything
+
+
+@pytest.mark.parametrize("precision", ps.Precision)
+@pytest.mark.parametrize("evict", [None, ps.UnusedFor(3)])
+@pytest.mark.parametrize("rule", [ps.SGD(lr=1.0), ps.Adam(), ps.RowwiseAdagrad()], ids=repr)
+def test_a_trainer_knows_how_large_rows_are(rule: Any, evict: Any, precision: Any) -> None:
+    spec = TableSpec("items", 6, rule, ps.Constant(), evict=evict, precision=precision)
+    assert row_bytes(spec) == Table(spec, torch_kernels).row_bytes
 
 
 def test_a_backup_remembers_no_rows_for_snapshots_that_its_head_writes(tmp_path: Path) -> None:
