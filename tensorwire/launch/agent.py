@@ -69,6 +69,7 @@ from tensorwire.launch.report import ProgressLine, describe_end, describe_plan
 from tensorwire.launch.roles import Role, digest
 from tensorwire.launch.seats import Left, Met
 from tensorwire.launch.silence import Silence
+from tensorwire.launch.standby import Standbys
 from tensorwire.launch.steward import Effect, Ended, HostStore, Kill, Start, Steward, Stop
 from tensorwire.launch.template import Template
 from tensorwire.launch.variables import (
@@ -138,6 +139,7 @@ class RoleAgent(SimpleElasticAgent):
             ``template``, fork also has programs in Python forked off that. Default spawn.
         template: what servers of TensorWire's own are forked off. Default none: commands start
             all workers.
+        standbys: processes that wait to become workers. Default none.
         exit_codes: which ends are worth a restart. Default all, but for a worker that fails twice
             in the same way before it joins its group.
         shutdown_timeout: seconds from asking a worker to end to killing it. Default 30.
@@ -167,6 +169,7 @@ class RoleAgent(SimpleElasticAgent):
         output: Output | None = None,
         start_method: str = "spawn",
         template: Template | None = None,
+        standbys: Standbys | None = None,
         exit_codes: ExitRules | None = None,
         shutdown_timeout: float = 30,
         group_key: bytes = b"",
@@ -178,7 +181,8 @@ class RoleAgent(SimpleElasticAgent):
         given = tuple(roles) or (Role(spec.role, spec.local_world_size),)
         self._roles = tuple(_with_restarts(role, spec.max_restarts) for role in given)
         self._spare, self._min_nodes, self._grace = spare, min_nodes, float(shutdown_timeout)
-        self._start_method, self._template = start_method, template
+        self._start_method, self._template, self._standbys = start_method, template, standbys
+        self._started_at = time.monotonic()
         self._output, self._exits = output or Output(), exit_codes or ExitRules()
         self._handler = spec.rdzv_handler
         if isinstance(self._handler, TensorWireRendezvous):
@@ -361,15 +365,15 @@ class RoleAgent(SimpleElasticAgent):
         for line in self._chronicle.lines(plan, running):
             _logger.warning(line)
         lost = self._lost()
-        ending = [each.seat.name for each in self._processes.values() if each.is_ending] * bool(
-            lost
-        )
+        ending = [each.seat.name for each in self._processes.values() if lost and each.is_ending]
         effects = self._steward.act(now, plan, lost, ending)
         if starts := describe_starts([each.seat for each in effects if isinstance(each, Start)]):
             _logger.warning(starts)
         for effect in effects:
             self._perform(effect, plan)
         self._progress.show(describe_plan(plan, lambda seat: seat.id in self._processes))
+        if self._standbys is not None and plan.phase is Phase.RUNNING:
+            self._standbys.tend(time.monotonic(), self._started_at)
         if self._watch is not None:
             for process in self._watch.round(plan, self._processes):
                 process.kill()
@@ -457,6 +461,7 @@ class RoleAgent(SimpleElasticAgent):
             self._not_started.append(not_started(seat, error))
             return
         self._processes[seat.id] = process
+        self._started_at = time.monotonic()
         self._tell_guardian(f"run {process.id}")
         self._note_start(seat, process, local)
 
@@ -486,8 +491,8 @@ class RoleAgent(SimpleElasticAgent):
             entrypoint, first = module_program(role.module, spec.entrypoint)
             given = (*first, *role.arguments)
         is_forked = self._start_method == "fork" or role.is_of_tensorwire
-        template = self._template if is_forked else None
-        return Program(entrypoint, given, self._start_method, spec.numa_options, template)
+        source = self._template if is_forked else self._standbys
+        return Program(entrypoint, given, self._start_method, spec.numa_options, source)
 
     def _variables(self, seat: Seat, local: LocalPlace, plan: Plan) -> dict[str, str]:
         variables = worker_variables(plan, seat, local, self._facts)
@@ -585,8 +590,9 @@ class RoleAgent(SimpleElasticAgent):
             self._watch.close()
             self._watch = None
         self._stores.clear()
-        if self._template is not None:
-            self._template.close()
+        for source in (self._template, self._standbys):
+            if source is not None:
+                source.close()
         if self._guardian is not None:
             self._guardian.dismiss()
             self._guardian = None

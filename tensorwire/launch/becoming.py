@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import io
 import os
 import runpy
@@ -28,6 +29,7 @@ from types import TracebackType
 from typing import NoReturn
 
 _MAIN = "__main__"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _OPENBLAS = ("scipy_openblas_{}_num_threads64_", "scipy_openblas_{}_num_threads",
              "openblas_{}_num_threads64_", "openblas_{}_num_threads")  # fmt: skip
 """Names of its functions, as numpy's and others' builds have them."""
@@ -125,10 +127,19 @@ def _outcome(program: tuple[str, ...]) -> int:
     except BaseException as error:
         error.__traceback__ = _of_the_program(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
+        _leave_traceback(error)
         if isinstance(error, KeyboardInterrupt):
             _end_by_interrupt()
         return 1
     return 0
+
+
+def _leave_traceback(error: BaseException) -> None:
+    """For the report of the job, unless torch's decorator has done so."""
+    path = os.environ.get(_ERROR_FILE)
+    if path and not os.path.exists(path) and "torch" in sys.modules:
+        errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+        errors.get_error_handler().record_exception(error)
 
 
 def _run(program: tuple[str, ...]) -> None:

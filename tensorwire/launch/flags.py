@@ -146,6 +146,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="fork: all workers in Python are forked off a process that imported torch and rpc; "
         "spawn: each is started by a command; forkserver: as torchrun does it with --run-path. "
         "Default: servers of service=tensorwire.* are forked, others are not")  # fmt: skip
+    add("--warm", action=env, type=int, default=0, help="Processes of each agent that have "
+        "imported torch and rpc and wait to take the place of a worker that died "
+        "(%(default)s)")  # fmt: skip
     add("--exit-codes", "--exit_codes", action=env, default="", help="The ends of workers "
         "that are worth a restart, and those that end the job: retry:137,139;fail:2. 128 + N is "
         "signal N, * all others. Default: all, but for a worker that fails twice in the same way "
@@ -198,6 +201,7 @@ def parse(argv: Sequence[str]) -> Command:
     _check_watching(arguments)
     if arguments.spare < 0:
         raise FlagError(f"--spare={arguments.spare} is negative")
+    _check_warm(arguments, roles, forking)
     exit_codes = parse_exit_codes(arguments.exit_codes)
     if arguments.exit_codes and not roles:
         raise FlagError(f"--exit-codes={arguments.exit_codes} is for roles, of which none is given")
@@ -240,6 +244,25 @@ def _check_watching(arguments: argparse.Namespace) -> None:
         raise FlagError(
             f"--dashboard-tls={arguments.dashboard_tls}: give two files, CERTIFICATE,KEY"
         )
+
+
+def _check_warm(said: argparse.Namespace, roles: Sequence[Role], forking: Forking) -> None:
+    excluded = {
+        "is negative": said.warm < 0,
+        "is for roles, of which none is given": said.warm and not roles,
+        "is not for --dropin, with which a worker's torch is another from its first import on": (
+            said.warm and said.dropin
+        ),
+        "is not for --no-python, as what they have imported is Python's": (
+            said.warm and said.no_python
+        ),
+        "is not needed with --start-method=fork, which starts workers as fast": (
+            said.warm and forking is Forking.ALL
+        ),
+    }
+    for problem, is_there in excluded.items():
+        if is_there:
+            raise FlagError(f"--warm={said.warm} {problem}")
 
 
 def _known_flags(parser: argparse.ArgumentParser) -> dict[str, bool]:

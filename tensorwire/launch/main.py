@@ -47,6 +47,7 @@ from tensorwire.launch.job_file import JobFileError
 from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler
 from tensorwire.launch.report import describe_dismissal, describe_failure
 from tensorwire.launch.roles import RoleError, Share
+from tensorwire.launch.standby import Standbys
 from tensorwire.launch.template import Template
 from tensorwire.launch.watched import Watching
 from tensorwire.watching import terminal
@@ -187,9 +188,13 @@ def _template(command: Command) -> Template | None:
     """Forks the template off this process, which has neither threads nor connections yet."""
     if command.forking is Forking.NOBODY:
         return None
+    return Template(_IMPORTED, _prepared(command))
+
+
+def _prepared(command: Command) -> list[str]:
+    """The functions to be called before servers, and those who talk to them, begin."""
     modules = {role.module for role in command.roles if role.is_of_tensorwire}
-    prepare = [_PREPARED[each] for each in sorted(filter(None, modules)) if each in _PREPARED]
-    return Template(_IMPORTED, prepare)
+    return [_PREPARED[each] for each in sorted(filter(None, modules)) if each in _PREPARED]
 
 
 def _choose_key(command: Command) -> GroupKey:
@@ -360,6 +365,7 @@ def _agent(
         output=output,
         start_method=config.start_method,
         template=template,
+        standbys=Standbys(said.warm, _IMPORTED, _prepared(command)) if said.warm else None,
         exit_codes=command.exit_codes,
         shutdown_timeout=getattr(config, "shutdown_timeout", None) or 30,
         program=_program_as_told(command),

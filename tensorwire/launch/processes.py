@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.elastic.multiprocessing import (
     PContext,
@@ -35,7 +35,7 @@ from tensorwire.launch.becoming import Order
 from tensorwire.launch.logs import WorkerLogs
 from tensorwire.launch.plan import Seat
 from tensorwire.launch.steward import Ended, before_the_kill
-from tensorwire.launch.template import ForkedProcess, Template, TemplateLostError
+from tensorwire.launch.template import ForkedProcess, NotReadyError, TemplateLostError
 
 _logger = logging.getLogger("rpcrun")
 _NOT_STARTED = 127
@@ -98,14 +98,14 @@ class Program:
         arguments: of it.
         start_method: how processes of functions begin: spawn, fork or forkserver.
         numa_options: torch's, or None.
-        template: what its process is forked off; None if a command starts it.
+        source: what has a process for it that imported much; None if a command starts it.
     """
 
     entrypoint: Callable[..., Any] | str
     arguments: tuple[Any, ...]
     start_method: str = "spawn"
     numa_options: Any = None
-    template: Template | None = None
+    source: Source | None = None
 
     @property
     def of_python(self) -> tuple[str, ...] | None:
@@ -152,10 +152,21 @@ class _Function:
         return self._function(*arguments)
 
 
-class _Forked:
-    """Torch's handler of a process, of one that was forked off the template."""
+class Source(Protocol):
+    """Where a process comes from that has imported what workers import."""
 
-    def __init__(self, process: ForkedProcess) -> None:
+    def start(self, order: Order) -> ForkedProcess | subprocess.Popen[bytes]:
+        """The process, which becomes that worker.
+
+        Raises:
+            NotReadyError: there is none.
+        """
+
+
+class _Handler:
+    """Torch's handler of a process."""
+
+    def __init__(self, process: ForkedProcess | subprocess.Popen[bytes]) -> None:
         self.proc = process
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
@@ -164,20 +175,18 @@ class _Forked:
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
 
 
-class _ForkedContext(SubprocessContext):
-    """Torch's context of a command, but that its process is forked off the template."""
+class _ReadyContext(SubprocessContext):
+    """Torch's context of a command, but that its process was there before."""
 
-    def __init__(
-        self, template: Template, name: str, program: tuple[str, ...], **given: Any
-    ) -> None:
-        self._template, self._program = template, program
+    def __init__(self, source: Source, name: str, program: tuple[str, ...], **given: Any) -> None:
+        self._source, self._program = source, program
         super().__init__(name=name, entrypoint=sys.executable, args={0: program}, **given)
 
     def _start(self) -> None:
         environment = {**os.environ, **self.envs[0]}
         files = self.stdouts[0] or None, self.stderrs[0] or None
-        process = self._template.start(Order(environment, self._program, *files))
-        handlers: dict[int, Any] = {0: _Forked(process)}
+        process = self._source.start(Order(environment, self._program, *files))
+        handlers: dict[int, Any] = {0: _Handler(process)}
         self.subprocess_handlers = handlers
 
 
@@ -214,7 +223,7 @@ class WorkerProcess:
         self._ending_note = Path(ending_note)
         variables = variables | {ENDING_FILE: ending_note}
         given = {"envs": {0: variables}, "logs_specs": logs, "log_line_prefixes": {0: prefix}}
-        self._context = _forked(seat, program, given) or _started(seat, program, given)
+        self._context = _ready(seat, program, given) or _started(seat, program, given)
         self.id: int = self._context.pids()[0]
         self.folder: str = logs.root_log_dir
 
@@ -305,16 +314,17 @@ class WorkerProcess:
         self.send(signal.SIGKILL)
 
 
-def _forked(seat: Seat, program: Program, given: dict[str, Any]) -> PContext | None:
-    """Forks a process off the template; None if that is not to be, or cannot be."""
+def _ready(seat: Seat, program: Program, given: dict[str, Any]) -> PContext | None:
+    """Has a process that is there become the worker; None if that is not to be, or cannot be."""
     of_python = program.of_python
-    if program.template is None or of_python is None or program.numa_options is not None:
+    if program.source is None or of_python is None or program.numa_options is not None:
         return None
-    context = _ForkedContext(program.template, seat.role, of_python, **given)
+    context = _ReadyContext(program.source, seat.role, of_python, **given)
     try:
         context.start()
-    except TemplateLostError as error:
-        _logger.warning("%s is started by a command, which takes longer: %s", seat.name, error)
+    except NotReadyError as error:
+        level = logging.WARNING if isinstance(error, TemplateLostError) else logging.DEBUG
+        _logger.log(level, "%s is started by a command, as %s", seat.name, error)
         return None
     return context
 

@@ -38,7 +38,11 @@ _SECONDS_TO_IMPORT: Final = 60.0
 _SECONDS_BETWEEN_POLLS: Final = 0.01
 
 
-class TemplateLostError(Exception):
+class NotReadyError(Exception):
+    """There is no process at hand that could become a worker."""
+
+
+class TemplateLostError(NotReadyError):
     """The template does not fork any more."""
 
 
@@ -74,8 +78,8 @@ class Template:
         try:
             with _adopting():
                 self._socket.settimeout(_SECONDS_TO_IMPORT)
-                _send(self._socket, asdict(order))
-                process = _receive(self._socket)
+                send(self._socket, asdict(order))
+                process = receive(self._socket)
         except OSError as error:
             self.close()
             raise TemplateLostError(f"the template does not answer: {error}") from error
@@ -145,15 +149,22 @@ def _adopting() -> Iterator[None]:
         system.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _send(to: socket.socket, value: Any) -> None:
+def send(to: socket.socket, value: Any) -> None:
+    """Sends a value of JSON's, such as the fields of an order."""
     text = dumps(value).encode()
     to.sendall(_LENGTH.pack(len(text)) + text)
 
 
-def _receive(connection: socket.socket) -> Any:
+def receive(connection: socket.socket) -> Any:
     """The next value; None at the end."""
     head = _read(connection, _LENGTH.size)
     return loads(_read(connection, _LENGTH.unpack(head)[0])) if head else None
+
+
+def call(function: str) -> None:
+    """Calls a function, which is named as ``MODULE:NAME``."""
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)()
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
@@ -178,8 +189,7 @@ def _be_template(orders: socket.socket, imports: Sequence[str], prepare: Sequenc
         for module in imports:
             importlib.import_module(module)
         for function in prepare:
-            module, _, name = function.partition(":")
-            getattr(importlib.import_module(module), name)()
+            call(function)
         _serve(orders)
     except (BrokenPipeError, ConnectionResetError):  # the agent is gone
         os._exit(0)
@@ -192,9 +202,9 @@ def _be_template(orders: socket.socket, imports: Sequence[str], prepare: Sequenc
 def _serve(orders: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # what children share is not to be written to by their collectors
-    while (fields := _receive(orders)) is not None:
+    while (fields := receive(orders)) is not None:
         order = Order(**{**fields, "program": tuple(fields["program"])})
-        _send(orders, _fork_off(order, orders))
+        send(orders, _fork_off(order, orders))
 
 
 def _fork_off(order: Order, orders: socket.socket) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from tensorwire.launch.flags import (
     ROLE_OF_JOB,
     FlagError,
+    Forking,
     Shown,
     Streams,
     make_parser,
@@ -199,3 +201,45 @@ def test_the_terminal_shows_whom_it_is_told_to() -> None:
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (("--start-method", "fork"), Forking.ALL),
+        (("--start-method", "spawn"), Forking.NOBODY),
+        ((), Forking.SERVERS),
+        (("--dropin",), Forking.NOBODY),
+    ],
+)
+def test_servers_of_our_own_are_forked_and_others_on_request(
+    flags: tuple[str, ...], wanted: Forking
+) -> None:
+    servers = ("--role", "ps:1,service=tensorwire.parameter_server", "--role", "trainer:1")
+    assert parse([*flags, *servers, "train.py"]).forking is wanted
+    if not flags:
+        assert parse(["--role", "ps:1,service=mine", "train.py"]).forking is Forking.NOBODY
+        assert parse(["train.py"]).forking is Forking.NOBODY
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (("--start-method=fork", "--dropin"), "--start-method=fork: with --dropin"),
+        (("--warm=-1",), "--warm=-1 is negative"),
+        (("--warm=1", "--dropin"), "--warm=1 is not for --dropin"),
+        (("--warm=1", "--no-python"), "--warm=1 is not for --no-python"),
+        (("--warm=1", "--start-method=fork"), "--warm=1 is not needed with --start-method=fork"),
+    ],
+)
+def test_ways_to_start_that_exclude_each_other_are_named(
+    flags: tuple[str, ...], wanted: str
+) -> None:
+    with pytest.raises(FlagError, match=re.escape(wanted)):
+        parse([*flags, "--role", "trainer:1", "train.py"])
+
+
+@pytest.mark.parametrize("flag", ["--warm=1", "--exit-codes=fail:2"])
+def test_flags_for_roles_are_refused_without(flag: str) -> None:
+    with pytest.raises(FlagError, match="is for roles, of which none is given"):
+        parse([flag, "train.py"])

@@ -79,11 +79,14 @@ def test_workers_of_roles_have_names_ids_and_logs_of_their_own(work: Job) -> Non
 
 
 def test_a_worker_that_fails_again_and_again_ends_the_job_whose_report_names_it(work: Job) -> None:
-    """Also one that is killed while it tells of its failure, or that ends without a word."""
+    """Also one that is killed while it tells of its failure, or that ends without a word.
+
+    It is forked, so its traceback is there without torch's decorator.
+    """
     agent = work.start(
         *("--standalone", "--role", "ps:1,service", "--role", "trainer:3,max_restarts=3"),
         *("--monitor-interval", "0.02", "--run-path", "--start-method", "fork"),
-        *(LIGHT, str(work.folder), "trainer:1#1=torn", "trainer:1#2=cut", "trainer:1=raise"),
+        *(LIGHT, str(work.folder), "trainer:1#1=torn", "trainer:1#2=fail", "trainer:1=raise"),
         "trainer:2=vanish",
     )
     assert agent.wait() == 1

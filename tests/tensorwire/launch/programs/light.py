@@ -11,7 +11,6 @@ its second life only, or a role; the actions:
     fail     end with exit code 3
     raise    end with an exception
     torn     be killed while the error file is written
-    cut      be killed while the exception is pickled for the agent
     vanish   end with exit code 0, and nothing that Python does at an end
     deaf     wait, and ignore SIGTERM and SIGUSR1
 """
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import sys
 import time
@@ -43,11 +41,9 @@ def main() -> None:
     if action == "torn":
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text('{"message": ')
         os.kill(os.getpid(), signal.SIGKILL)
-    if action == "cut":
-        pickle.dump = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if action == "vanish":
         os._exit(0)
-    if action in ("raise", "cut"):
+    if action == "raise":
         raise ArithmeticError(f"{name} cannot count")
     while action != "done" and not (folder / "end").exists():
         time.sleep(0.02)
