@@ -43,6 +43,7 @@ from rpc.current import Process, current_agent, find_agent, of_context
 from rpc.errors import AgentClosedError, WorkerLostError
 from rpc.extensions import Answer, CallExtension
 from rpc.group.directory import Destination
+from rpc.group.etcd_store import LEASE_SECONDS, EtcdPlace, EtcdStoreClient, members_of
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.group.host_addresses import (
     HostAddress,
@@ -91,10 +92,13 @@ __all__ = [
     "ENDING_FILE",
     "KEY_DESCRIPTOR",
     "KEY_FILE",
+    "LEASE_SECONDS",
     "WATCH",
     "Answer",
     "CallExtension",
     "Destination",
+    "EtcdPlace",
+    "EtcdStoreClient",
     "Facts",
     "Handler",
     "Helpers",
@@ -128,6 +132,7 @@ __all__ = [
     "key_values",
     "leave_tensors",
     "life_of",
+    "members_of",
     "new_tuple",
     "on_membership",
     "outward_address",

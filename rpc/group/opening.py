@@ -21,7 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.constants import MAX_RANK
 from rpc.errors import BringUpError
+from rpc.group import etcd_store
 from rpc.group.host_addresses import address_on_the_way_to, describe_addresses, host_addresses
+from rpc.group.own_store import OwnStore
 from rpc.group.records import PREFIX
 from rpc.group.signed_store import SignedStore
 from rpc.group.store_host import StoreServer, open_server, warn_of_slow_resolver
@@ -81,8 +83,9 @@ def open_store(
     where, signed; nothing else of the group lies there.
 
     Args:
-        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``; ``?job=ID`` behind
-            ``tcp://`` keeps apart who meets there for one job.
+        init_method: ``env://``, ``tcp://host:port``, ``etcd://host:port,host:port`` or
+            ``file:///path``; ``?job=ID`` behind ``tcp://`` and ``etcd://`` keeps apart who meets
+            there for one job.
         rank: this worker's, or -1 to take it from the URL or, with ``env://``, from ``RANK``.
         world_size: likewise; None to take it from the URL or ``WORLD_SIZE``.
         timeout: seconds for bring-up as a whole: for the store's host to come, and for all
@@ -113,6 +116,8 @@ def open_store(
         _check_rank(place.rank, size)
         limits = _Limits(until, timeout)
         found = _meet_over_tcp(init_method, place, limits, bind_address, group_key), place.rank
+    elif parts.scheme == etcd_store.SCHEME:
+        found = _meet_in_etcd(init_method, query, until, timeout)
     else:
         if query.get("rank"):
             _check_rank(int(query["rank"]), size)
@@ -123,7 +128,7 @@ def open_store(
 
 def opened_for_good(store: Store) -> None:
     """Ends the limit of time that :func:`open_store` set to what is asked of a store."""
-    if isinstance(store, TcpStoreClient):
+    if isinstance(store, OwnStore):
         store.until = float("inf")
 
 
@@ -140,6 +145,22 @@ def trust_members(store: Store, group_key: bytes) -> None:
     """Has a store that is hosted here keep what members of the group write, whoever fills it."""
     if isinstance(store, TcpStoreClient) and isinstance(store.server, StoreServer):
         store.server.trust(group_key)
+
+
+def _meet_in_etcd(
+    init_method: str, query: Mapping[str, str], until: float, timeout: float
+) -> tuple[Store, int]:
+    if "rank" not in query:
+        raise ValueError(f"init_method={init_method!r} is incomplete: rank parameter missing")
+    store = etcd_store.EtcdStoreClient(etcd_store.EtcdPlace.parse(init_method), timeout)
+    store.until = until
+    try:
+        store.connect()
+    except OSError as error:
+        raise BringUpError(
+            f"the group cannot meet at init_method={init_method!r}: {error}"
+        ) from error
+    return store, int(query["rank"])
 
 
 # --- What is given
@@ -185,7 +206,7 @@ def _variable(name: str) -> str:
 
 def _check_url(init_method: str, parts: SplitResult, query: Mapping[str, str]) -> None:
     try:
-        _ = parts.port
+        _ = parts.port if parts.scheme != etcd_store.SCHEME else None
     except ValueError as error:
         raise ValueError(f"init_method={init_method!r} names no port: {error}") from None
     for name in query.keys() & _NUMBERS.keys():

@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
 from rpc.errors import BringUpError
+from rpc.group.own_store import OwnStore
 from rpc.group.store_values import (
     CODE_DIGITS,
     END_OF_HEAD,
@@ -42,7 +43,6 @@ from rpc.group.store_values import (
     VERSION,
     to_be_signed,
 )
-from rpc.group.tcp_store import TcpStoreClient
 
 _logger = logging.getLogger("rpc")
 
@@ -143,7 +143,7 @@ class SignedStore:
     ``BringUpError`` if the store does not answer, or holds two values of one version.
 
     Args:
-        store: any of torch's, or a ``TcpStoreClient``.
+        store: any of torch's, or an ``OwnStore``.
         group_key: the group's secret; empty if it has none.
         prefix: what the names of all keys begin with.
     """
@@ -156,7 +156,7 @@ class SignedStore:
         self._prefix = prefix
         # torch's stubs say str where C++ takes bytes as well, which need not be text.
         self._store: Any = store
-        self._job = f"{store.prefix}/"[1:] if isinstance(store, TcpStoreClient) else ""
+        self._job = f"{store.prefix}/"[1:] if isinstance(store, OwnStore) else ""
         self._own_nothing = b"?" + os.urandom(16)
 
     def below(self, part: str) -> SignedStore:
@@ -168,7 +168,7 @@ class SignedStore:
 
     def answer_by(self, until: float) -> None:
         """Sets the monotonic time until which the store may answer, where that can be set."""
-        if isinstance(self._store, TcpStoreClient):
+        if isinstance(self._store, OwnStore):
             self._store.until = until
 
     def get(self, key: str) -> bytes | None:
@@ -181,7 +181,7 @@ class SignedStore:
 
     def may_have(self, key: str) -> bool:
         """False if there is nothing under a key; not every store can say so."""
-        if not isinstance(self._store, TcpStoreClient):
+        if not isinstance(self._store, OwnStore):
             return True
         with names_store_loss():
             return self._store.check([self._name(key)])
@@ -276,7 +276,7 @@ class SignedStore:
     def _read_all(self, keys: Sequence[str]) -> list[_Seen]:
         nothing = self._own_nothing  # nobody's value, so that nothing is changed
         with names_store_loss():
-            if isinstance(self._store, TcpStoreClient):
+            if isinstance(self._store, OwnStore):
                 changes = [(self._name(key), nothing, nothing) for key in keys]
                 found = self._store.compare_set_all(changes)
             else:
@@ -319,7 +319,7 @@ class SignedStore:
 
     def _run(self) -> bytes:
         """The nonce of this run of the group."""
-        return self._store.run if isinstance(self._store, TcpStoreClient) else _NO_RUN
+        return self._store.run if isinstance(self._store, OwnStore) else _NO_RUN
 
     def _opened(self, key: str, lies: bytes) -> _Seen | None:
         """The value in what the store holds, if a member wrote it in this run of the group."""

@@ -33,8 +33,7 @@ from ipaddress import ip_address
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
-from torch._C._distributed_c10d import Store
-
+from rpc.group.own_store import OwnStore
 from rpc.group.store_gate import NONCE_BYTES, PROOF_BYTES, RUN_BYTES, Knock, NotProvenError
 from rpc.group.store_values import HAS_CLOSED_PART
 
@@ -236,7 +235,7 @@ class _Connection:
         return f"the store at {self._where} did not answer in time"
 
 
-class TcpStoreClient(Store):
+class TcpStoreClient(OwnStore):
     """One worker's connection to a ``TCPStore``; any thread may use it, one at a time.
 
     It connects with the first request, and anew with the next one after a failure.
@@ -250,24 +249,18 @@ class TcpStoreClient(Store):
         job: the id of a job, of whose keys alone it sees and writes. Default to those of none.
 
     Attributes:
-        prefix: what the names of all keys begin with in the store.
-        until: the monotonic time at which the request under way fails at the latest.
         attempt: seconds after which what was not answered is asked over another connection: where
             a cable was cut, one that is there already is silent for as long again as the cut.
             Default never. Not for :meth:`add`.
-        server: kept alive as long as this, if this process hosts the store.
     """
 
     def __init__(
         self, host: str, port: int, timeout: float, group_key: bytes = b"", job: str = ""
     ) -> None:
-        super().__init__()
+        super().__init__(f"/job/{quote(job, safe='')}" if job else "")
         self._key = connection_key(group_key) if group_key else b""
         self._run = b""
-        self.prefix = f"/job/{quote(job, safe='')}" if job else ""
-        self.until = math.inf
         self.attempt = math.inf
-        self.server: object = None
         self._host = host
         self._port = port
         self._seconds = timeout

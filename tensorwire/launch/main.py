@@ -41,6 +41,7 @@ from tensorwire.launch.agent import Output, RoleAgent
 from tensorwire.launch.board import BoardError
 from tensorwire.launch.dry_run import describe_start
 from tensorwire.launch.endpoint import EndpointError, is_loopback
+from tensorwire.launch.etcd_rendezvous import ETCD_BACKEND, create_etcd_handler
 from tensorwire.launch.flags import Command, FlagError, Forking, Streams, parse
 from tensorwire.launch.group_key import GroupKey, GroupKeyError, choose_key
 from tensorwire.launch.job_file import JobFileError
@@ -57,7 +58,7 @@ _logger = logging.getLogger("rpcrun")
 
 _MISTAKES = (FlagError, GroupKeyError, JobFileError, RoleError, ValueError, AssertionError)
 _NO_RENDEZVOUS = (RendezvousConnectionError, RendezvousClosedError, RendezvousTimeoutError)
-_BACKENDS_FOR_ROLES = ("static", "c10d", BACKEND)
+_BACKENDS_FOR_ROLES = ("static", "c10d", BACKEND, ETCD_BACKEND)
 _STATIC_PORT = 29500
 _THREADS = "OMP_NUM_THREADS"
 _IMPORTED = ("rpc", "autograd_dist", "optim_dist", "remote_module")
@@ -172,14 +173,16 @@ def settle_rendezvous(command: Command) -> None:
         return
     if said.rdzv_backend not in _BACKENDS_FOR_ROLES:
         raise FlagError(
-            f"--rdzv-backend={said.rdzv_backend}: roles are seated by the backend {BACKEND}; "
-            "leave the flag out"
+            f"--rdzv-backend={said.rdzv_backend}: roles are seated by the backends {BACKEND}, "
+            f"which is the default, and {ETCD_BACKEND}"
         )
     if said.rdzv_backend == "static" and not said.rdzv_endpoint:
         said.rdzv_endpoint = f"{said.master_addr}:{said.master_port}"
         host = f"is_host={'true' if said.node_rank == 0 else 'false'}"
         said.rdzv_conf = ",".join(filter(None, [said.rdzv_conf, host]))
-    said.rdzv_backend, said.node_rank = BACKEND, 0
+    if said.rdzv_backend != ETCD_BACKEND:
+        said.rdzv_backend = BACKEND
+    said.node_rank = 0
     own = (role.count for role in command.roles if role.share is Share.AGENT)
     said.nproc_per_node = str(max(1, sum(own) + said.spare))
 
@@ -200,7 +203,7 @@ def _prepared(command: Command) -> list[str]:
 def _choose_key(command: Command) -> GroupKey:
     said = command.arguments
     endpoint: str = torchrun.get_rdzv_endpoint(said)  # type: ignore[no-untyped-call]
-    host, _ = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+    host, _ = parse_rendezvous_endpoint(endpoint.partition(",")[0], DEFAULT_PORT)
     file = said.group_key_file or os.environ.get(KEY_FILE)
     key = choose_key(file, f"{endpoint} {said.rdzv_id}", is_loopback(host), said.insecure)
     if key.path:
@@ -323,6 +326,7 @@ def _agent(
 ) -> RoleAgent:
     said = command.arguments
     rendezvous_handler_registry.register(BACKEND, create_handler)
+    rendezvous_handler_registry.register(ETCD_BACKEND, create_etcd_handler)
     handler = get_rendezvous_handler(
         RendezvousParameters(
             backend=config.rdzv_backend,

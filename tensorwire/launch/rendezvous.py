@@ -42,6 +42,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from rpc.errors import BringUpError, RpcError
 from rpc.extend import (
     KEY_FILE,
+    EtcdStoreClient,
     KeyValueStore,
     StoreClient,
     StoreServer,
@@ -60,6 +61,9 @@ from tensorwire.launch.silence import Silence
 from tensorwire.launch.variables import group_url
 
 _logger = logging.getLogger("rpcrun")
+
+JobStore = StoreClient | EtcdStoreClient
+"""A client of the store in which a job's values lie."""
 
 BACKEND = "tensorwire"
 DEFAULT_PORT = 29400
@@ -114,8 +118,9 @@ class TensorWireRendezvous(RendezvousHandler):
         self.silence_seconds = self.beat_seconds * int(
             params.get("keep_alive_max_attempt", _BEATS_MISSED)
         )
-        host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-        self._endpoint, self._port, self._host = host, port, host
+        self._endpoint = self._host = ""
+        self._port = DEFAULT_PORT
+        self._read_endpoint(params)
         self._is_host = params.get_as_bool("is_host")
         self._local_addr = params.local_addr
         self._server: StoreServer | None = None
@@ -130,7 +135,12 @@ class TensorWireRendezvous(RendezvousHandler):
         self._first = 0
         self._beat: _Beat | None = None
 
-    def _open(self) -> StoreClient:
+    def _read_endpoint(self, params: RendezvousParameters) -> None:
+        """Takes what ``--rdzv-endpoint`` says."""
+        host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
+        self._endpoint, self._port, self._host = host, port, host
+
+    def _open(self) -> JobStore:
         """Hosts the store, or waits for who does."""
         began = time.monotonic()
         log = WaitLog(began, _TOLD_AT, _TOLD_EVERY)
@@ -202,7 +212,7 @@ class TensorWireRendezvous(RendezvousHandler):
             return f"another process of this host listens at {where}, and does not answer ({why})"
         return f"nobody hosts the store at {where} yet ({why}); this host's addresses are {mine}"
 
-    def _connect(self, seconds: float = 0.0) -> StoreClient:
+    def _connect(self, seconds: float = 0.0) -> JobStore:
         """Another connection to the store, of which a request may take so long.
 
         Raises:
@@ -237,7 +247,7 @@ class TensorWireRendezvous(RendezvousHandler):
     # --- What RoleAgent uses beyond torch's interface
 
     @property
-    def job_store(self) -> StoreClient:
+    def job_store(self) -> JobStore:
         """This job's part of the store, which all of its agents share, however late they came."""
         return self._store
 
