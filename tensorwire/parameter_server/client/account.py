@@ -34,6 +34,15 @@ class Account:
         finally:
             self.seconds[stage] += time.perf_counter() - begin
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Counts no time of this block, as it is none of a step's."""
+        before = dict(self.seconds)
+        try:
+            yield
+        finally:
+            self.seconds.update(before)
+
     def counted(self, asked: PendingPull, answer: Answer) -> Answer:
         """Counts an answer, and returns it."""
         if asked.step != AT_ONCE:

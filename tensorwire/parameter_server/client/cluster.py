@@ -246,7 +246,8 @@ class Cluster:
         """The second half: has servers begin with these values, or gets theirs."""
         group = self._dense[spec.name] = DenseGroup(self, spec, optimizer)
         self._named[spec.name] = [weakref.ref(each) for each in group.parameters]
-        self._load(group)
+        with self._account.stopped():
+            self._load(group)
         return group
 
     def release(self, name: str) -> None:
@@ -372,6 +373,7 @@ class Cluster:
         Raises:
             RolledBack: see there; it is a trainer still.
         """
+        self.session.servers.require_own_process()
         if self.session.number >= 0:
             self.session.finish()
 
@@ -466,6 +468,7 @@ class Cluster:
             GradientError: gradients are not finite; see :class:`NanPolicy`.
             RolledBack: see there.
         """
+        self.session.servers.require_own_process()
         if push is not None or skip:
             self.join()
         gone: Whole | None = None
@@ -605,6 +608,7 @@ class Cluster:
 
     def stats(self) -> dict[str, Any]:
         """All that the servers and this worker can say of themselves, as plain data."""
+        self.session.servers.require_own_process()
         self.session.refresh()
         answers = self.session.servers.ask_all(messages.Describe())
         view = self.session.view

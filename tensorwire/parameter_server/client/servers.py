@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillWaiting
 from typing import Any, Final
 
+import rpc
 from rpc import extend
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.news import News
@@ -54,6 +56,20 @@ class Servers:
         self._view = view
         self._refresh = refresh
         self._patience = patience
+        self._process = os.getpid()
+
+    def require_own_process(self) -> None:
+        """Refuses to wait in a forked child, to which no answer comes.
+
+        Raises:
+            AgentClosedError: this process was forked from the one that connected.
+        """
+        if os.getpid() != self._process:
+            raise rpc.AgentClosedError(
+                f"this process was forked from worker {self._worker.info.name!r}, whose connection "
+                "to the servers it cannot use; pull and push rows in the worker itself, and have "
+                "the workers of a DataLoader return ids"
+            )
 
     def spread(self) -> None:
         """Tells all servers of the view, lest none of them knows that it is to coordinate."""
@@ -130,6 +146,7 @@ class Servers:
         return verdict_on(self._worker, server) is not Verdict.UNHEARD
 
     def _ask(self, server: Server, message: Any) -> Future[Any]:
+        self.require_own_process()
         answer: Future[Any] = Future()
         self._caller.call(server, message, answer.set_result)
         if self._news.has_failed:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from tensorwire.parameter_server.decisions.clock import Refusal, Refused, Taken
+from tensorwire.parameter_server.decisions.clock import Apply, Refusal, Refused, Taken
 from tensorwire.parameter_server.decisions.replica import (
     Effect,
     NotHead,
@@ -103,7 +103,7 @@ class ShardServer:
         self.lane: Lane[Effect] = Lane(self._do)
         self.pulled = 0
         self.room = -1
-        self.seconds = {"pushes": 0.0, "pulls": 0.0}
+        self.seconds = {"pushes": 0.0, "pulls": 0.0, "set-up": 0.0}
         self._changed = changed
         self._copy = copy
 
@@ -116,7 +116,8 @@ class ShardServer:
             elif self.broken:
                 return
             elif isinstance(effect, Run):
-                with self._timed("pushes"), self.lane.state_lock:
+                stage = "pushes" if isinstance(effect.what, Apply) else "set-up"
+                with self._timed(stage), self.lane.state_lock:
                     self.state.run(effect.what)
                 self._changed(self, effect.what)
             elif isinstance(effect, StartCopy):

@@ -574,6 +574,71 @@ def test_hooks_of_parameters_see_and_change_gradients_of_rows() -> None:
     assert model.rows.rows.grad.abs().max() < 8
 
 
+# --- loaders
+
+
+class _Using(torch.utils.data.Dataset[str]):
+    """Does in the loader's process what only the worker can do; says what comes of it."""
+
+    def __init__(self, uses: list[Callable[[], Any]]) -> None:
+        self.uses = uses
+
+    def __len__(self) -> int:
+        return len(self.uses)
+
+    def __getitem__(self, item: int) -> str:
+        try:
+            self.uses[item]()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "it could be used"
+
+
+@pytest.mark.slow
+def test_a_forked_worker_of_a_loader_that_uses_servers_is_told_at_once() -> None:
+    def go() -> None:
+        cluster, model = on_servers()
+        optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+        table = model.rows.table
+        uses: list[Callable[[], Any]] = [
+            lambda: table.pull(IDS),
+            lambda: model(IDS),
+            lambda: table.push(IDS, torch.ones(3, 4)),
+            lambda: optimizer.state_dict(),
+            lambda: optimizer.skip(),
+            lambda: cluster.table("other", 4, ps.SGD(lr=1.0)),
+            lambda: cluster.stats(),
+            lambda: cluster.finish(),
+        ]
+        loader = torch.utils.data.DataLoader(
+            _Using(uses), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=90
+        )
+        for told in loader:
+            assert told.startswith("AgentClosedError: this process was forked from worker 'trainer")
+        assert cluster.step == 0
+        assert table.pull(IDS).shape == (3, 4)
+
+    train([go])
+
+
+@pytest.mark.slow
+def test_workers_of_a_loader_may_prepare_ids() -> None:
+    def go() -> None:
+        cluster, model = on_servers()
+        optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.arange(8)),
+            batch_size=2, num_workers=2, multiprocessing_context="fork",
+        )  # fmt: skip
+        for (ids,) in ps.prefetch(loader, model.rows, ids=lambda batch: batch[0]):
+            optimizer.zero_grad()
+            model(ids).sum().backward()
+            optimizer.step()
+        assert cluster.step == 4
+
+    train([go])
+
+
 # --- collections of tables
 
 

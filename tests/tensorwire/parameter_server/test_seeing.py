@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rpc.testing import as_worker, local_group
 from tensorwire import parameter_server as ps
@@ -67,6 +68,28 @@ def test_rows_and_pushes_are_in_the_stats_and_in_the_metrics_of_the_server() -> 
     assert f"tensorwire_ps_updates_total{{{labels}}} 3" in text
     assert f'tensorwire_ps_rows{{{labels},table="items"}} 7' in text
     assert "# TYPE tensorwire_ps_rows gauge" in text
+
+
+def test_setting_up_is_no_time_of_pushes() -> None:
+    def go() -> tuple[dict[str, object], dict[str, object]]:
+        cluster = ps.connect(["ps0"])
+        model = nn.Linear(4, 1)
+        optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+        before = cluster.stats()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return before, cluster.stats()
+
+    ((before, after),) = train([go])
+
+    def pushes(stats: Any) -> float:
+        seconds: dict[str, float] = stats["servers"]["ps0"]["shards"][0]["seconds"]
+        assert seconds["set-up"] > 0
+        return seconds["pushes"]
+
+    assert before["seconds"] == {"sending": 0.0, "waiting": 0.0}
+    assert pushes(before) == 0
+    assert pushes(after) > 0
 
 
 def test_a_trainer_counts_how_stale_its_pulls_are() -> None:
