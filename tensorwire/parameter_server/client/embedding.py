@@ -70,6 +70,12 @@ class Lookup(nn.Module):
 
     tables: list[Any]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Has ``torch.compile`` leave the lookup to Python, as it leaves other messages."""
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):  # as ``torch.compiler.disable``, which imports the compiler now
+            cls.forward = torch._disable_dynamo(cls.forward)  # type: ignore[attr-defined]
+
     def wanted(self, ids: Any) -> Sequence[TableIds]:
         """The different ids that a forward pass with just this batch will fetch.
 
@@ -77,6 +83,15 @@ class Lookup(nn.Module):
             ids: as they will be given to ``forward``. The work is not done again there.
         """
         raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Says where the weight is that modules of torch have."""
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__} has no weight: its rows are on the servers; read some with "
+                "table.pull(ids), and let them begin with cluster.table(..., init=)"
+            )
+        return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which share the tables; rows stay at the servers."""
@@ -154,6 +169,7 @@ class _Module(Lookup):
             rows.requires_grad_()
             unique = TableIds((self.table.name,), (len(rows),), plan.unique)
             watch([self.table.gradient], unique, rows)
+        rows = rows.to(self.rows.dtype)  # another one after ``model.half()``
         places = to_device(plan.places, ids.device)
         where = plan.padding if len(rows) else 0  # torch wants a row, even for no id at all
         if where is None:

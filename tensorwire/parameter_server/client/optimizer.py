@@ -196,6 +196,17 @@ class Optimizer(torch.optim.Optimizer):
         kind = "no dense parameters" if self.local is None else type(self.local).__name__
         return f"ps.Optimizer({kind}, tables={[table.name for table in self.tables]})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses copies and pickles.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a ps.Optimizer is its trainer's connection to the servers, and cannot be copied or "
+            "pickled; save its state_dict(), or everything with cluster.snapshot()"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: servers must know all parameters from the beginning.
 
@@ -347,12 +358,16 @@ class Optimizer(torch.optim.Optimizer):
         Rows of tables and their state are not part of it (``Cluster.snapshot``), only the
         hyper-parameters of tables, under ``"tables"``.
         """
+        for before in list(self._optimizer_state_dict_pre_hooks.values()):
+            before(self)
         self._upload_changes()
         with self._state_here() as local:
             found = {"state": {}, "param_groups": []} if local is None else local.state_dict()
         if self.tables:
             hyper = [{k: v for k, v in g.items() if k != "params"} for g in self._table_groups]
             found["tables"] = hyper
+        for after in list(self._optimizer_state_dict_post_hooks.values()):
+            found = after(self, found) or found
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -367,6 +382,13 @@ class Optimizer(torch.optim.Optimizer):
         """
         instance("load_state_dict", "state_dict", state_dict, Mapping, "a dict of state")
         given = dict(state_dict)
+        for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            given = dict(before(self, given) or given)
+        self._load(given)
+        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
+
+    def _load(self, given: dict[str, Any]) -> None:
         for saved in given.pop("tables", []):
             for group in self._table_groups:
                 if group["table"] == saved["table"]:
