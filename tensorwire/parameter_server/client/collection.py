@@ -177,6 +177,7 @@ class _Collection(Lookup):
         """Does what a backward pass will need."""
 
     def _batch(self, ids: Any) -> _Batch:
+        self.require_no_transform()
         where = type(self).__name__
         tensors = given(where, self._names, self._weighted, ids)
         versions = [t._version if isinstance(t, Tensor) else _version(t) for t in tensors]

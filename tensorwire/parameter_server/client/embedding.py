@@ -76,6 +76,19 @@ class Lookup(nn.Module):
         if "forward" in vars(cls):  # as ``torch.compiler.disable``, which imports the compiler now
             cls.forward = torch._disable_dynamo(cls.forward)  # type: ignore[attr-defined]
 
+    def require_no_transform(self) -> None:
+        """Refuses to fetch where tensors have no memory of their own.
+
+        Raises:
+            RuntimeError: a transform of ``torch.func`` is under way.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: rows of table {self.tables[0].name!r} cannot be looked up "
+                "within torch.func.grad, vmap and their like; look them up outside, and transform "
+                "a function of what comes"
+            )
+
     def wanted(self, ids: Any) -> Sequence[TableIds]:
         """The different ids that a forward pass with just this batch will fetch.
 
@@ -163,6 +176,7 @@ class _Module(Lookup):
 
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, the place of each id among them, and the place of padding."""
+        self.require_no_transform()
         plan = self._take_plan(ids)
         rows = to_device(self.table.fetch(plan.unique), ids.device)
         if torch.is_grad_enabled() and self.rows.requires_grad:

@@ -427,6 +427,25 @@ def test_penalties_of_rows_by_hand_are_refused() -> None:
 
 
 @in_a_cluster
+def test_rows_are_looked_up_outside_transforms_of_functions() -> None:
+    _, model = on_servers()
+    bags = ps.EmbeddingCollection({"one": model.rows.table})
+    losses: list[Callable[[Tensor], Tensor]] = [
+        lambda factor: (model(IDS) * factor).sum(),
+        lambda factor: (bags({"one": IDS})["one"] * factor).sum(),
+    ]
+    for loss in losses:
+        with pytest.raises(RuntimeError, match=r"'rows' cannot be looked up within torch\.func"):
+            torch.func.grad(loss)(torch.ones(()))
+    rows = model.rows(IDS)
+    parameters = dict(model.top.named_parameters())
+    slopes = torch.func.grad(
+        lambda values: torch.func.functional_call(model.top, values, (rows,)).sum()
+    )(parameters)
+    assert torch.allclose(slopes["weight"], rows.sum(0))
+
+
+@in_a_cluster
 def test_looking_at_parameters_is_allowed() -> None:
     cluster, model = on_servers()
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 5
