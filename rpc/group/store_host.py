@@ -29,6 +29,7 @@ from datetime import timedelta
 from typing import Final
 
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError
 
 from rpc.errors import BringUpError
 from rpc.group import store_process
@@ -94,7 +95,7 @@ def host_store(host: str, port: int, group_key: bytes = b"") -> StoreServer:
     listener = _listen(host, port, None)
     if listener is None:
         raise OSError(errno.EADDRINUSE, f"{host}:{port} is taken")
-    return StoreServer(host, port, listener, group_key)
+    return _LoneServer(host, port, listener, group_key)
 
 
 class StoreServer:
@@ -128,6 +129,9 @@ class StoreServer:
         if listener is not None:
             self.address, self.port = _loopback_of(listener), listener.getsockname()[1]
             known = self._start(listener)
+        self._have_it_known(host, port, known)
+
+    def _have_it_known(self, host: str, port: int, known: int | None) -> None:
         thread = Thread(target=self._make_known, args=(known,), name="rpc-store-host", daemon=True)
         self._thread = thread
         thread.start()
@@ -175,7 +179,7 @@ class StoreServer:
         if keys is not None:
             keys.close()
 
-    def _start(self, listener: socket.socket) -> int:
+    def _start(self, listener: socket.socket) -> int | None:
         """Starts the process.
 
         Returns:
@@ -224,6 +228,41 @@ class StoreServer:
             self._error = error
             return
         warn_of_slow_resolver(self.address, time.monotonic() - began)
+
+
+class _LoneServer(StoreServer):
+    """A store that no process group of this process shares, so that torch need not know of it."""
+
+    def _have_it_known(self, host: str, port: int, known: int | None) -> None:
+        """Nobody need know."""
+
+    def _start(self, listener: socket.socket) -> int | None:
+        self._line, theirs = socket.socketpair()
+        with listener, theirs:
+            try:
+                self._keys = _start_process(listener, theirs, self._group_key)
+            except (OSError, subprocess.SubprocessError) as error:
+                self._line.close()
+                raise BringUpError(
+                    f"no process can be started that keeps a store: {error}"
+                ) from error
+        return None
+
+    def tcp_store(self) -> TCPStore:
+        """Torch's client of it; connects with the first call."""
+        if self._store is None:
+            limit = timedelta(seconds=_SECONDS_TO_SHARE)
+            try:
+                self._store = TCPStore(self.address, self.port, None, False, limit)
+            except (DistNetworkError, RuntimeError) as error:
+                raise _cannot_host(f"{self.address}:{self.port}", error) from error
+        return self._store
+
+    def __del__(self) -> None:
+        super().__del__()
+        line = getattr(self, "_line", None)
+        if line is not None:
+            line.close()
 
 
 def _socket_beside(listener: socket.socket) -> socket.socket:

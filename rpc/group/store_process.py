@@ -329,7 +329,7 @@ def main(listener: int, keys: int, life: int, line: int) -> None:
         keys: the first message there is what clients prove, or one byte if they need not; for
             the others see :meth:`Server.serve`.
         life: can be read when the host's process has ended.
-        line: a connection to torch's server in the host's process, which ends with that.
+        line: a connection that the host's process closes when nothing there uses the store.
     """
     listening = socket(fileno=listener)
     listening.setblocking(False)

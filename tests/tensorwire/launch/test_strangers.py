@@ -266,7 +266,7 @@ def kill_store(port: int) -> None:
     raise AssertionError("there is no such process")
 
 
-@pytest.mark.parametrize("actions", [(), ("trainer=done", "ps=deaf")], ids=["works", "ends"])
+@pytest.mark.parametrize("actions", [(), ("trainer=go", "ps=deaf")], ids=["works", "ends"])
 def test_a_job_whose_store_is_killed_ends_with_one_sentence(
     actions: Sequence[str], work: Job
 ) -> None:
@@ -277,6 +277,7 @@ def test_a_job_whose_store_is_killed_ends_with_one_sentence(
         *(str(work.folder), *actions),
     )
     trainer, server = work.life("trainer:0"), work.life("ps:0")
+    (work.folder / "go").touch()
     if actions:
         until(lambda: not trainer.lives, SECONDS, 0.01)
     port = urlsplit(trainer.environment["RPC_INIT_METHOD"]).port

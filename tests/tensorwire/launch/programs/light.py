@@ -8,6 +8,7 @@ its second life only, or a role; the actions:
 
     wait     until there is a file ``FOLDER/end``, as all do that are told nothing
     done     end well, at once
+    go       end well, as soon as there is a file ``FOLDER/go``
     fail     end with exit code 3
     raise    end with an exception
     torn     be killed while the error file is written
@@ -45,7 +46,8 @@ def main() -> None:
         os._exit(0)
     if action == "raise":
         raise ArithmeticError(f"{name} cannot count")
-    while action != "done" and not (folder / "end").exists():
+    awaited = folder / ("go" if action == "go" else "end")
+    while action != "done" and not awaited.exists():
         time.sleep(0.02)
     (folder / f"{name}#{life}.ended").write_text(str(time.time()))
 
