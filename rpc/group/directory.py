@@ -49,6 +49,9 @@ class Directory:
 
     def find_now(self, to: Destination) -> WorkerInfo:
         """As :meth:`find`, but without waiting; a ``WorkerInfo`` is looked up by its name."""
+        membership = self.membership_of(to)
+        if membership is not None:
+            membership.refuse_name(to)  # type: ignore[arg-type]
         return self._group.find(to.name if isinstance(to, WorkerInfo) else to)
 
     def look_up(self, to: str | int) -> WorkerInfo:

@@ -184,6 +184,10 @@ class Membership:
         departure = None if for_return else self.departure(who)
         if departure is not None:
             raise error_of(departure)
+        self.refuse_name(who)
+
+    def refuse_name(self, who: str | int) -> None:
+        """Raises if no worker of that name can ever be in this job, as far as is known now."""
         if refusal := self._refusal(who):
             error = UnknownWorkerError(refusal)
             error.is_final = True
