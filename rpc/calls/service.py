@@ -496,13 +496,20 @@ class Service:
             self._drop_reply(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Reports an error of the user's function: here, and to the caller."""
+        """Reports an error of the user's function to the caller, and in one line here.
+
+        Whoever asked for an object may never look at it, so there the traceback is printed.
+        """
         if self.cancelled and issubclass(type(error), _GIVEN_UP):
             self.give_up()
             return
         self.failed = True
-        if not self._ended_by_shutdown(error):
+        if self._ended_by_shutdown(error):
+            pass
+        elif self._creates is not None:
             _print_traceback(error, self._callee.shared.me)
+        else:
+            _tell_in_a_line(error, self._callee.shared.me, text_of(self.name), self.sender)
         if self._creates is not None or self.number:
             keep(error)
         if self._creates is not None:
@@ -590,6 +597,15 @@ class Service:
             self._callee.leaving(self)
         self._callee.shared.transport.send(self.sender, frame)
         self._callee.finished(self)
+
+
+def _tell_in_a_line(error: BaseException, worker: WorkerInfo, function: str, caller: int) -> None:
+    """Never raises, whatever the error and the log's handlers are: the caller waits for a reply."""
+    with suppress(BaseException):
+        _logger.info(
+            "on %r, %s raised %s; worker %d, which called it, has the traceback",
+            worker.name, function, repr_of(error), caller,
+        )  # fmt: skip
 
 
 def _print_traceback(error: BaseException, worker: WorkerInfo) -> None:

@@ -297,11 +297,11 @@ def test_exits_in_a_handler_do_not_end_the_caller(pair: list[Agent]) -> None:
         pair[0].rpc_sync("bob", fail_with, (SystemExit(3),))
 
 
-def test_the_callee_prints_the_traceback(
+def test_the_callee_prints_the_traceback_of_an_object_that_could_not_be_made(
     pair: list[Agent], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match="boom"):
-        pair[0].rpc_sync("bob", fail_with, (ValueError("boom"),))
+        pair[0].remote("bob", fail_with, (ValueError("boom"),)).to_here()
     assert "ValueError: boom" in capsys.readouterr().err
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+import rpc
 from tensorwire.parameter_server.decisions.clock import Apply, Refusal, Refused, Taken
 from tensorwire.parameter_server.decisions.replica import (
     Effect,
@@ -142,8 +143,15 @@ class ShardServer:
         try:
             with self._timed("pulls"), self.lane.state_lock:
                 tables, dense = self.state.read(asked.ask, effect.time)
+        except rpc.RpcError as error:  # the trainer that asked is gone
+            _logger.info("shard %d has nobody to answer a pull to: %s", self.replica.shard, error)
+            asked.call.answer(Unread(str(error), safe))
+            return
         except Exception as error:  # such as no memory for so many rows: nothing has changed
-            _logger.exception("shard %d could not answer a pull", self.replica.shard)
+            if isinstance(error, MemoryError):
+                _logger.warning("shard %d has no memory to answer a pull", self.replica.shard)
+            else:
+                _logger.exception("shard %d could not answer a pull", self.replica.shard)
             asked.call.answer(Unread(f"{type(error).__name__}: {error}", safe))
             return
         self.pulled += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
+import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -102,7 +104,7 @@ def test_a_handler_that_fails_replies_although_its_traceback_cannot_be_printed(
     with local_group("here", "there") as (here, there):
         monkeypatch.setattr(sys, "stderr", log)
         with pytest.raises(ValueError, match="naïve"):
-            here.rpc_sync("there", refuse, timeout=10)
+            here.remote("there", refuse, timeout=10).to_here()
         until(there.callee.quiet)
         assert "sys.stderr does not take this traceback" in caplog.text
 
@@ -143,7 +145,24 @@ def test_a_caller_gets_a_reply_although_telling_the_error_failed(
     assert "refuse failed, and so did telling why" in caplog.text
 
 
-def test_a_traceback_is_printed_at_once_under_the_name_of_the_worker_it_is_from(
+def test_a_traceback_is_the_callers_and_the_worker_it_is_from_says_one_line(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rpc")
+    with local_group("here", "there") as (here, there):
+        with pytest.raises(ValueError, match="naïve\n\nOn WorkerInfo"):
+            here.rpc_sync("there", refuse, timeout=10)
+        until(there.callee.quiet)
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"on 'there', .*refuse raised ValueError\('naïve'\); worker 0, which called it, has the "
+        r"traceback",
+        line,
+    )
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_traceback_of_an_object_is_printed_at_once_under_the_name_of_the_worker_it_is_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: list[str] = []
@@ -151,7 +170,7 @@ def test_a_traceback_is_printed_at_once_under_the_name_of_the_worker_it_is_from(
         log = SimpleNamespace(write=written.append)
         monkeypatch.setattr(sys, "stderr", log)
         with pytest.raises(ValueError, match="naïve"):
-            here.rpc_sync("there", refuse, timeout=10)
+            here.remote("there", refuse, timeout=10).to_here()
         until(there.callee.quiet)
     (text,) = written
     assert text.startswith("On WorkerInfo(id=1, name=there):\nTraceback (most recent call last):\n")
