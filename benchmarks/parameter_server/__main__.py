@@ -1,6 +1,7 @@
 """Compares ways to train what a server keeps.
 
     python -m benchmarks.parameter_server [tables dense backups rows memory steps] [--quick]
+    python -m benchmarks.parameter_server --tables 26 [--batch 2048] [--most 1] [--servers 1]
 
 ``tables``: each step looks up a batch of ids, Zipf distributed, takes a gradient for each of them
 (the same at each step, as a model's own work is the same for all), and moves the rows by row-wise
@@ -21,6 +22,12 @@ torch, and compared in the better setting.
 ``by hand, one process``       the program by hand without any server
 ``EmbeddingBag, one process``  ``nn.EmbeddingBag(sparse=True)`` and Adagrad
 =============================  ================================================================
+
+``--tables``: a click model with so many tables: a collection, a module for each table, and what a
+user writes by hand, with one message to each server and way; beside them modules in one process,
+and TorchRec's fused collection in one process, where that is installed or ``--torchrec`` says where
+(``torchrec==1.8.0`` and ``fbgemm-gpu-cpu==1.8.0``, installed with ``--no-deps`` beside torch 2.13).
+``--most 20`` gives each example 1 to 20 ids a feature.
 
 ``dense``: gradients of 64 MB pushed, values pulled, moved by SGD: ours, and one call by hand.
 ``backups``: ``ours, ahead`` on two servers, and where each is the other's backup besides.
@@ -46,7 +53,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from benchmarks.parameter_server import by_hand, memory, ours
+from benchmarks.parameter_server import by_hand, many, memory, ours
 from benchmarks.parameter_server.case import BATCHES, Case, Program
 from benchmarks.stepping import SteppingGroup
 
@@ -155,6 +162,26 @@ def _tables(options: argparse.Namespace, case: Case) -> str:
     return f"{head}\n{table(found, ours.AHEAD, 'threads')}{also}"
 
 
+def _many(options: argparse.Namespace) -> str:
+    case = many.Many(
+        options.table_rows, options.batch, options.width, 1, 0.0, options.tables, options.most,
+        options.servers, options.torchrec,
+    )  # fmt: skip
+    programs = dict(many.PROGRAMS)
+    is_there = bool(options.torchrec) or not by_hand.missing("torchrec")
+    if is_there:
+        programs["torchrec, one process"] = many.torchrec_here
+    chosen = {n: p for n, p in programs.items() if n in (many.BASE, *(options.only or programs))}
+    columns = _settings(chosen, case, options.threads, 1 + case.servers)
+    found = compare(columns, options.rounds, options.steps)
+    head = (
+        f"{case.tables} tables of {case.dim}, batch {case.ids}, 1 to {case.most} ids, "
+        f"{case.servers} servers"
+    )
+    also = "" if is_there else "\nnot installed, so not compared: torchrec"
+    return f"{head}\n{table(found, many.BASE, 'threads')}{also}"
+
+
 def _dense(options: argparse.Namespace, case: Case) -> str:
     programs: dict[str, Program] = {
         "ours": ours.numbers,
@@ -203,6 +230,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=int, default=1_000_000, help="(%(default)s)")
     add("--ids", type=int, default=65_536, help="in a batch (%(default)s)")
     add("--dim", type=int, default=64, help="(%(default)s)")
+    add("--tables", type=int, metavar="N", help="compare a click model with so many tables")
+    add("--batch", type=int, default=2048, help="examples of a step with --tables (%(default)s)")
+    add("--most", type=int, default=1, help="ids of an example for a feature (%(default)s)")
+    add("--width", type=int, default=16, help="columns of each of --tables (%(default)s)")
+    add("--table-rows", type=int, default=100_000, help="of the largest (%(default)s)")
+    add("--servers", type=int, default=1, choices=[1, 2], help="with --tables (%(default)s)")
+    add("--torchrec", default="", metavar="FOLDER", help="where TorchRec is installed")
     add("--megabytes", type=float, default=64.0, help="of dense parameters (%(default)s)")
     add("--threads", type=int, nargs="+", default=[1, 2], help="of torch (%(default)s)")
     add("--only", nargs="+", metavar="PROGRAM", help="of tables, e.g. 'sum of floors' (all)")
@@ -217,6 +251,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         vars(options).update(rows=2000, ids=256, dim=8, megabytes=0.25, threads=[1], rounds=2)
         vars(options).update(steps=2, many_rows=1 << 19, many_steps=2000)
+        vars(options).update(batch=32, table_rows=200)
     return options
 
 
@@ -225,7 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     case = Case(options.rows, options.ids, options.dim, 1, options.megabytes)
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
-    for kind in options.kinds or ["tables"]:
+    if options.tables is not None:
+        print(f"\n{_many(options)}", flush=True)
+    for kind in options.kinds or (["tables"] if options.tables is None else []):
         print(f"\n{_SECTIONS[kind](options, case)}", flush=True)
     return 0
 

@@ -70,11 +70,11 @@ def join(rank: int, meeting: str, size: int = 2) -> Any:
     return rpc
 
 
-def join_torch(rank: int, meeting: str) -> Any:
+def join_torch(rank: int, meeting: str, size: int = 2) -> Any:
     """Joins a group of torch's RPC; returns the module."""
     from torch import distributed
 
     rpc: Any = distributed.rpc
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}", rpc_timeout=0)
-    rpc.init_rpc(_NAMES[rank], rank=rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc(_NAMES[rank], rank=rank, world_size=size, rpc_backend_options=options)
     return rpc

@@ -51,7 +51,20 @@ def test_each_program_is_compared_in_its_better_setting() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="stops and continues processes")
 def test_the_smallest_comparison_runs() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.parameter_server", "--quick", "dense"],
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.parameter_server",
+            "--quick",
+            "dense",
+            "--tables",
+            "3",
+            "--most",
+            "2",
+            "--only",
+            "by hand, our RPC",
+            "modules, one process",
+        ],
         cwd=_ROOT,
         env=os.environ | {"PYTHONPATH": str(_ROOT)},
         capture_output=True,
@@ -61,3 +74,5 @@ def test_the_smallest_comparison_runs() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "0.25 MB dense, pushed and pulled" in done.stdout
+    assert "3 tables of 16, batch 32, 1 to 2 ids, 1 servers" in done.stdout
+    assert "collection, ahead" in done.stdout
