@@ -254,7 +254,9 @@ class Pipeline:
         Raises:
             ScheduleError: the schedule cannot serve as many.
         """
-        return Table.of(self._formation.rows(True, microbatches or self._microbatches).values())
+        count = microbatches or self._microbatches
+        rows = self.perform(Kind.ASK, lambda _: self._formation.rows(True, count))
+        return Table.of(rows.values())
 
     def train_step(
         self, *positional: Any, target: Any, scale: float = 1.0, **keywords: Any
@@ -350,7 +352,9 @@ class Pipeline:
             trace.save_png("step.png")         # who did what when
             trace.save_chrome("step.json")     # for https://ui.perfetto.dev
         """
-        found: dict[str, list[Span]] = self.call_all(sessions.spans)
+        found: dict[str, list[Span]] = self.perform(
+            Kind.ASK, lambda _: self.call_all(sessions.spans)
+        )
         if not any(found.values()):
             return None
         shifted = {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tensorwire.pipeline import sessions
+from tensorwire.pipeline.backups.coordinator import Kind
 from tensorwire.pipeline.trees import tensors_of
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def progress(
 def _describe(pipeline: Pipeline, rate: float, unit: str) -> str:
     trace = pipeline.trace()
     idle = f", idle {trace.bubble:.0%}" if trace is not None else ""
-    memory = pipeline.call_all(sessions.memory)
+    memory = pipeline.perform(Kind.ASK, lambda _: pipeline.call_all(sessions.memory))
     megabytes = " ".join(str(each >> 20) for each in memory.values())
     return f"{rate:,.0f} {unit}/s{idle}, MB {megabytes}"
 
