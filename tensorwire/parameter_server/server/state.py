@@ -6,6 +6,7 @@ several threads at a time (``lane``).
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from tensorwire.parameter_server.storage.frozen import Frozen
 from tensorwire.parameter_server.storage.table import Rows, Table
 from tensorwire.parameter_server.storage.tables import ManyParts, ManyPlaces
 
+_logger: Final = logging.getLogger("tensorwire")
 _MEMOS: Final = 3
 """Pulls of each trainer that are remembered; it may have asked for more before it pushes."""
 
@@ -195,6 +197,7 @@ class ShardState:
         self.exports: dict[tuple[int, int], Moved] = {}
         self.declared: dict[str, str] = {}
         self.updates = 0
+        self._told: set[tuple[str, ...]] = set()
         self._mean = isinstance(consistency, BSP) and consistency.reduce is Reduce.MEAN
         self._kernels = kernels
         self._buffers = buffers
@@ -234,15 +237,29 @@ class ShardState:
         share = float(len(loads)) if self._mean and len(loads) > 1 else None
         for names, pushes in _together(loads).items():
             tables = [self.tables[name] for name in names]
+            self._compare(names, [(push.trainer, part.hyper) for push, part in pushes])
             for table, hyper in zip(tables, pushes[0][1].hyper, strict=True):
                 if hyper != table.hyper:
                     table.set_hyper(table.rule.with_hyper(hyper))
             parts = [self._parts(push, part) for push, part in pushes]
             many.apply(self._kernels, tables, parts, update.time, share)
         for name, group in self.dense.items():
-            dense = [load.dense[name] for _, load in loads if name in load.dense]
+            given = [(push.trainer, load.dense[name]) for push, load in loads if name in load.dense]
+            dense = [part for _, part in given]
+            self._compare((name,), [(trainer, part.hyper) for trainer, part in given])
             if dense:
                 group.apply([self._dense_part(part) for part in dense], share)
+
+    def _compare(self, names: tuple[str, ...], given: list[tuple[int, Any]]) -> None:
+        """Says once if trainers whose gradients make one step want different steps."""
+        for trainer, hyper in given[1:]:
+            if names not in self._told and repr(hyper) != repr(given[0][1]):
+                self._told.add(names)
+                _logger.warning(
+                    "trainers %d and %d give %s different hyper-parameters for one step, %r and "
+                    "%r; those of trainer %d count", given[0][0], trainer, ", ".join(names),
+                    given[0][1], hyper, given[0][0],
+                )  # fmt: skip
 
     def _parts(self, push: Push, part: TablePush) -> ManyParts:
         rows = part.rows

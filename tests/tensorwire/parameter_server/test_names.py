@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.declarations.dense_spec import DenseSpec, Spread, describe
 from tests.tensorwire.parameter_server.clusters import server_names, train
+
+
+class Model(nn.Module):
+    """A table and a layer."""
+
+    def __init__(self, table: ps.Table) -> None:
+        super().__init__()
+        self.rows, self.top = ps.Embedding(table), nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output: Tensor = self.top(self.rows(ids))
+        return output
 
 
 def _cluster(name: str = "default", **options: Any) -> ps.Cluster:
@@ -172,6 +185,28 @@ def test_trainers_that_step_together_say_the_same_of_the_steps(consistency: Any)
         assert not told
     else:
         assert "declared otherwise before: parameter group 0: lr=0.1, not 0.2" in (told or "")
+
+
+def test_rates_that_drift_apart_between_trainers_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def go(factor: float) -> Callable[[], None]:
+        def steps() -> None:
+            cluster = ps.connect(server_names(1), trainers=2)
+            model = Model(_table(cluster))
+            optimizer = ps.Optimizer(cluster, model, torch.optim.SGD, lr=0.1)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.tensor([1])).sum().backward()
+                optimizer.step()
+                scheduler.step()
+
+        return steps
+
+    with caplog.at_level(logging.WARNING, "tensorwire"):
+        train([go(1.0), go(0.5)])
+    told = [each.message for each in caplog.records if "different hyper-" in each.message]
+    assert len(told) == 2
+    assert {message.partition("give ")[2].split()[0] for message in told} == {"items", "model"}
 
 
 def test_a_trainer_that_comes_back_with_a_scheduled_rate_declares_the_same() -> None:
