@@ -58,7 +58,18 @@ def lies(run_id: str, evil: str) -> Iterator[tuple[bytes, bytes]]:
         json.dumps(plan | {"phase": phase}).encode() for phase in ("running", "failed", "succeeded")
     ]
     values += [b"", b"\xff\xfe\x00", b"no number", b"[" * 5000, b"9" * 40]
-    names = ["plan", "changes", "beat/0", "beat/1", "gone/0", "closed", "first", "nodes", "torchs"]
+    names = [
+        "plan",
+        "changes",
+        "beat/0",
+        "beat/1",
+        "gone/0",
+        "closed",
+        "first",
+        "nodes",
+        "torchs",
+        "store",
+    ]
     below = [f"job/{run_id}/tensorwire/extend/rpcrun/{kind}" for kind in ("value", "count")]
     below += [f"tensorwire/extend/rpcrun/{kind}" for kind in ("value", "count")]
     below += [f"tensorwire-rdzv/{run_id}", f"job/{run_id}", "tensorwire"]
@@ -187,6 +198,33 @@ def test_torchruns_agent_with_our_rendezvous_and_a_key_is_as_safe(work: Job) -> 
         work.end()
         assert agent.wait() == 0, work.said
     assert work.names == ["trainer:0#1", "trainer:1#1"]
+
+
+def test_under_torchruns_own_store_a_group_with_a_key_goes_on(work: Job) -> None:
+    """Rank 0 hosts the group's store beside it; the stranger replaces what says where that is."""
+    key = work.folder / "key"
+    key.write_text("a secret of the group")
+    key.chmod(0o600)
+    port, names = free_port(), ("trainer:0", "trainer:1")
+    agent = work.start(
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "j"),
+        *("--nproc-per-node", "2", "--role", "trainer", "--monitor-interval", "0.05"),
+        *(str(Path(LIGHT).with_name("member.py")), str(work.folder), *names),
+        main="torchrun",
+        RPC_GROUP_KEY_FILE=str(key),
+    )
+
+    def steps() -> list[int]:
+        files = [work.folder / f"{name}.progress" for name in names]
+        return [json.loads(each.read_text())["steps"] for each in files if each.exists()]
+
+    until(lambda: len(steps()) == 2, SECONDS, 0.05)
+    with a_stranger(work, "j", port) as done:
+        before = steps()
+        more_rounds(done)
+        until(lambda: all(now > then for now, then in zip(steps(), before, strict=True)), SECONDS)
+        work.end()
+        assert agent.wait() == 0, work.said
 
 
 # --- Jobs that are told the same
