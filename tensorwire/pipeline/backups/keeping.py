@@ -205,6 +205,11 @@ class Keepers:
         with self._lock:
             return self._keepers.setdefault(pipeline, Keeper(pipeline))
 
+    def names(self) -> list[str]:
+        """The pipelines of which something is kept here."""
+        with self._lock:
+            return list(self._keepers)
+
     def held_by(self, pipeline: str, driver: extend.Life, keep_for: float) -> Keeper:
         """The same, which a driver holds from now on."""
         keeper = self.of(pipeline)

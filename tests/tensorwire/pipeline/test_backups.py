@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import rpc
 from remote_module import RemoteModule
 from rpc.testing import MemoryHub
+from tensorwire import checkpoint
 from tensorwire.pipeline import GradScaler, Pipeline, PipelineOptimizer, StageFailedError
+from tensorwire.pipeline.backups.keeping import Keepers
 from tests.tensorwire.pipeline.reference import group, place
+from tests.waiting import eventually
 
 _STEPS = 4
 
@@ -280,3 +285,59 @@ def test_backups_that_cannot_be_are_refused() -> None:
         for stage, worker, message in [(2, "a", "0 to 1"), (0, "x", "no such worker")]:
             with pytest.raises(ValueError, match=message):
                 pipe.move(stage, worker)
+
+
+def _with_the_driver(hub: MemoryHub, lost_at: int | None) -> tuple[list[float], list[str]]:
+    """Trains stages that are on the driver, too, with dropout, no seed and data as it comes."""
+    with group("b", "c", hub=hub):
+        torch.manual_seed(0)
+        first = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+        middle = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2))
+        stages = place([first, middle, nn.Linear(4, 4)], ["driver", "b", "driver"])
+        pipe = Pipeline(stages, "1f1b", 2, nn.MSELoss(), backups=1)
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
+        losses = []
+        for step in range(4):
+            x, y = torch.randn(4, 4), torch.randn(4, 4)
+            if step == lost_at:
+                hub.cut(1)
+            losses.append(pipe.train_step(x, target=y).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, pipe.workers
+
+
+def test_the_driver_s_own_random_numbers_are_not_drawn_again() -> None:
+    quiet, workers = _with_the_driver(MemoryHub(), None)
+    assert workers == ["driver", "b"]
+    assert _with_the_driver(MemoryHub(), 2) == (quiet, ["driver"])
+
+
+def test_a_loss_right_after_a_checkpoint_was_loaded_says_to_load_it_again(tmp_path: Path) -> None:
+    hub = MemoryHub()
+    with group("a", "b", "c", "d", hub=hub):
+        pipe = Pipeline(place(_modules(), "abc"), "1f1b", 4, nn.MSELoss(), backups=1, spares=["d"])
+        ((x, y), *_) = _batches()
+        saved = checkpoint.save(tmp_path / "0", {"model": pipe})
+        checkpoint.load(saved, {"model": pipe})
+        pipe.train_step(x, target=y)  # from here on the backups have what was loaded
+        hub.cut(1)
+        pipe.train_step(x, target=y)
+        checkpoint.load(saved, {"model": pipe})
+        hub.cut(2)
+        with pytest.raises(StageFailedError, match="a checkpoint was loaded after the last backup"):
+            pipe.train_step(x, target=y)
+
+
+def test_nothing_is_kept_of_a_pipeline_that_was_closed() -> None:
+    with group("a", "b"):
+        pipe = Pipeline(place(_modules()[:2], "ab"), loss=nn.MSELoss(), backups=1)
+        kept = [rpc.rpc_sync(name, _copies_here) for name in ("a", "b")]
+        assert kept == [2, 2]  # its own stage, and the other's
+        pipe.close()
+        assert eventually(lambda: [rpc.rpc_sync(n, _copies_here) for n in ("a", "b")] == [0, 0])
+
+
+def _copies_here() -> int:
+    keepers = Keepers.here()
+    return sum(len(keepers.of(name).found().copies) for name in keepers.names())
