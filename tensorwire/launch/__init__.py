@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from tensorwire.launch.roles import Restart, Role, RoleError, Share, parse_role
 
 if TYPE_CHECKING:
-    from tensorwire.launch.agent import Output, RoleAgent
+    from tensorwire.launch.agent import RoleAgent
     from tensorwire.launch.events import EventHandler, NullEventHandler
     from tensorwire.launch.flags import Shown, Streams
+    from tensorwire.launch.logs import Output
     from tensorwire.launch.rendezvous import TensorWireRendezvous
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
 _MODULES = {
     "EventHandler": "events",
     "NullEventHandler": "events",
-    "Output": "agent",
+    "Output": "logs",
     "RoleAgent": "agent",
     "Shown": "flags",
     "Streams": "flags",

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -51,9 +51,8 @@ from tensorwire.launch.board import Board
 from tensorwire.launch.chronicle import Chronicle, describe_starts
 from tensorwire.launch.endpoint import is_loopback
 from tensorwire.launch.exits import ExitRules
-from tensorwire.launch.flags import Shown, Streams
 from tensorwire.launch.group_members import GroupMembers
-from tensorwire.launch.logs import Logs
+from tensorwire.launch.logs import Logs, Output
 from tensorwire.launch.plan import Failure, Node, Phase, Plan, Seat
 from tensorwire.launch.processes import (
     Guardian,
@@ -96,30 +95,6 @@ _READ_SECONDS = 60.0
 _JOB = ""
 """Stands for the job, where roles have stores of their own."""
 _MEETING = "meeting"
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Says what becomes of the workers' output.
-
-    Args:
-        folder: for the logs of all jobs. Default a temporary one, which goes with the job.
-        redirects: streams that go to files. Default none.
-        tee: streams that go to files and to the terminal. Default none.
-        shown: workers whose output the terminal shows. Default all.
-        prefix: of each line that is shown from a file; ``${role_name}``, ``${local_rank}``,
-            ``${rank}`` and ``${worker_name}`` stand for the worker's. Default its name.
-        stdout_filters: lines of ``tee`` with one of these texts go to ``filtered_stdout.log``.
-        stderr_filters: likewise.
-    """
-
-    folder: str | None = None
-    redirects: Streams = field(default_factory=Streams)
-    tee: Streams = field(default_factory=Streams)
-    shown: Shown = field(default_factory=Shown)
-    prefix: str | None = None
-    stdout_filters: tuple[str, ...] = ()
-    stderr_filters: tuple[str, ...] = ()
 
 
 class RoleAgent(SimpleElasticAgent):

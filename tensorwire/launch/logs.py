@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import TextIO
@@ -60,6 +61,30 @@ class WorkerLogs(LogsSpecs):
 
 def _any_of(texts: Sequence[str]) -> Callable[[str], bool]:
     return lambda line: any(text in line for text in texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Says what becomes of the workers' output.
+
+    Args:
+        folder: for the logs of all jobs. Default a temporary one, which goes with the job.
+        redirects: streams that go to files. Default none.
+        tee: streams that go to files and to the terminal. Default none.
+        shown: workers whose output the terminal shows. Default all.
+        prefix: of each line that is shown from a file; ``${role_name}``, ``${local_rank}``,
+            ``${rank}`` and ``${worker_name}`` stand for the worker's. Default its name.
+        stdout_filters: lines of ``tee`` with one of these texts go to ``filtered_stdout.log``.
+        stderr_filters: likewise.
+    """
+
+    folder: str | None = None
+    redirects: Streams = field(default_factory=Streams)
+    tee: Streams = field(default_factory=Streams)
+    shown: Shown = field(default_factory=Shown)
+    prefix: str | None = None
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
 
 
 class Logs:

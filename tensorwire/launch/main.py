@@ -37,7 +37,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from rpc.errors import RpcError
 from rpc.extend import KEY_FILE, prompt_signals
 from tensorwire import dropin
-from tensorwire.launch.agent import Output, RoleAgent
+from tensorwire.launch.agent import RoleAgent
 from tensorwire.launch.board import BoardError
 from tensorwire.launch.dry_run import describe_start
 from tensorwire.launch.endpoint import EndpointError, is_loopback
@@ -45,6 +45,7 @@ from tensorwire.launch.etcd_rendezvous import ETCD_BACKEND, create_etcd_handler
 from tensorwire.launch.flags import Command, FlagError, Forking, Streams, parse
 from tensorwire.launch.group_key import GroupKey, GroupKeyError, choose_key
 from tensorwire.launch.job_file import JobFileError
+from tensorwire.launch.logs import Output
 from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler
 from tensorwire.launch.report import describe_dismissal, describe_failure
 from tensorwire.launch.roles import RoleError, Share

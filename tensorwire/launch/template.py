@@ -34,7 +34,7 @@ _logger = logging.getLogger("rpcrun")
 
 _LENGTH: Final = struct.Struct("!I")
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_SECONDS_TO_IMPORT: Final = 60.0
+_SECONDS_TO_IMPORT: Final = 120.0
 _SECONDS_BETWEEN_POLLS: Final = 0.01
 
 
