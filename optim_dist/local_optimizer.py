@@ -77,6 +77,10 @@ class LocalOptimizer:
         state = self._torchs().state
         return {places[id(each)]: dict(kept) for each, kept in state.items() if id(each) in places}
 
+    def shapes(self) -> dict[int, torch.Size]:
+        """The shape of each parameter, by its place."""
+        return {place: each.shape for place, each in enumerate(self._shadows.tensors)}
+
     def write_state(self, state: Mapping[int, Any]) -> None:
         """Replaces what the optimizer keeps.
 

@@ -205,6 +205,11 @@ def read_local(optimizer: rpc.RRef[LocalOptimizer]) -> dict[int, Any]:
     return optimizer.local_value().read_state()
 
 
+def shapes_of_local(optimizer: rpc.RRef[LocalOptimizer]) -> dict[int, torch.Size]:
+    """The shape of each parameter of the optimizer here, by its place among those here."""
+    return optimizer.local_value().shapes()
+
+
 def write_local(optimizer: rpc.RRef[LocalOptimizer], state: Mapping[int, Any]) -> None:
     """Replaces what the optimizer here keeps."""
     optimizer.local_value().write_state(state)

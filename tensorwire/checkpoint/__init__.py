@@ -15,7 +15,8 @@ from tensorwire.checkpoint.errors import (
     UnsavableValueError,
 )
 from tensorwire.checkpoint.files import Checkpoint, Draft, PartWriter, complete, latest, retain
-from tensorwire.checkpoint.saving import Saving, Stateful, load, save, save_in_background
+from tensorwire.checkpoint.loading import Stateful
+from tensorwire.checkpoint.saving import Saving, load, save, save_in_background
 
 __all__ = [
     "Checkpoint",

@@ -12,27 +12,18 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import rpc
 from tensorwire.checkpoint import writing
-from tensorwire.checkpoint.errors import DamagedCheckpointError
+from tensorwire.checkpoint.errors import MismatchError
 from tensorwire.checkpoint.files import Checkpoint, Draft, PartWriter, retain
-from tensorwire.checkpoint.spread import Source, SpreadOut, as_spread_out
+from tensorwire.checkpoint.fitting import about_local, decoded
+from tensorwire.checkpoint.loading import Loading, Stateful, join
+from tensorwire.checkpoint.spread import Source, as_spread_out
 from tensorwire.checkpoint.structure import decode, encode
 
 _COMMON: Final = "common"
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that has its state in this process, such as a module of torch."""
-
-    def state_dict(self) -> Any:
-        """Returns the state."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Takes over a state."""
 
 
 def save(
@@ -105,21 +96,28 @@ def save_in_background(
     return Saving(saving)
 
 
-def load(source: str | Path | Checkpoint, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Loads what :func:`save` saved.
+def load(
+    source: str | Path | Checkpoint, state: Mapping[str, Any], *, strict: bool = True
+) -> dict[str, Any]:
+    """Loads what :func:`save` saved, after all of it was checked at all owners.
 
     Args:
         source: the checkpoint or its path.
         state: what takes the state over: under each name, an object that was saved under it, or
             one like it with other owners, and any number of them. Names of plain data may be
             missing; what stands under them is ignored.
+        strict: whether dtypes, and classes of optimizers and schedulers, must be those that were
+            saved. Otherwise values are converted, and optimizers of another class begin anew,
+            which is said in the log. Default True.
 
     Returns:
         ``state`` with the plain data and tensors that were saved, including those it lacked.
 
     Raises:
-        DamagedCheckpointError: the checkpoint is damaged, or lacks what ``state`` names.
-        FileNotFoundError: there is no such checkpoint.
+        DamagedCheckpointError: the checkpoint is damaged.
+        MismatchError: it lacks what ``state`` names, or has something else there: other names,
+            shapes, dtypes or classes. Nothing was loaded then.
+        NoCheckpointError: there is no such checkpoint.
         UnsafeCheckpointError: the file is a pickle.
 
     Example::
@@ -129,19 +127,16 @@ def load(source: str | Path | Checkpoint, state: Mapping[str, Any]) -> dict[str,
     """
     saved = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     if _COMMON not in saved.parts:
-        raise DamagedCheckpointError(f"{saved.path} was not made by checkpoint.save")
-    document = saved.parts[_COMMON].meta["state"]
-    plain = decode(document, lambda name: saved.tensor(_COMMON, name))
-    shares: dict[str, list[tuple[str, Source]]] = {}
-    loaded = _load(plain, state, "", shares)
-    calls = [
-        rpc.rpc_async(worker, writing.read_part, (str(saved.path), each), timeout=0)
-        for worker, each in shares.items()
-    ]
-    for call in calls:
-        call.wait()
-    result: dict[str, Any] = loaded
-    return result
+        raise MismatchError(f"{saved.path} was not made by checkpoint.save")
+    meta = saved.parts[_COMMON].meta
+    where = f"part {_COMMON!r} of {saved.path}"
+    plain = decoded(where, lambda: decode(meta["state"], lambda n: saved.tensor(_COMMON, n)))
+    loading = Loading(saved, meta.get("objects"), strict)
+    result = loading.prepare(plain, dict(state), "")
+    loading.check()
+    loading.run()
+    loaded: dict[str, Any] = result
+    return loaded
 
 
 class Saving:
@@ -195,7 +190,8 @@ class _Saving:
             raise ValueError(f"keep={keep!r} must be at least 1")
         self._keep = keep
         self._shares: dict[str, list[tuple[str, Source]]] = {}
-        self._plain = _take_apart(dict(state), "", self._shares)
+        self._objects: dict[str, Any] = {}
+        self._plain = _take_apart(dict(state), "", self._shares, self._objects)
         self._draft = Draft.create(path, overwrite)
         self._token = uuid.uuid4().hex
         self._waits: list[Callable[[], Any]] = []
@@ -254,77 +250,35 @@ class _Saving:
 
     def _write_common(self) -> None:
         with PartWriter(self._draft.folder, _COMMON) as part:
-            part.finish({"state": encode(self._plain, "state", part.add)})
+            state = encode(self._plain, "state", part.add)
+            part.finish({"state": state, "objects": self._objects})
 
 
 def _part_of(worker: str) -> str:
     return f"worker {worker}"
 
 
-def _take_apart(value: Any, name: str, shares: dict[str, list[tuple[str, Source]]]) -> Any:
-    """Replaces objects by what of them is plain; notes what their owners have."""
+def _take_apart(
+    value: Any, name: str, shares: dict[str, list[tuple[str, Source]]], objects: dict[str, Any]
+) -> Any:
+    """Replaces objects by what of them is plain; notes what their owners have, and their kinds."""
     spread = as_spread_out(value)
     if spread is not None:
         for share in spread.checkpoint_shares():
             shares.setdefault(share.worker, []).append((name, share.source))
         return spread.checkpoint_common()
     if isinstance(value, dict):
-        return {key: _take_apart(each, _join(name, key), shares) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_take_apart(e, _join(name, n), shares) for n, e in enumerate(value))
-    return value.state_dict() if isinstance(value, Stateful) else value
-
-
-def _load(plain: Any, value: Any, name: str, shares: dict[str, list[tuple[str, Source]]]) -> Any:
-    """Gives objects what of them is plain; notes what their owners must load."""
-    spread = as_spread_out(value)
-    if spread is not None:
-        return _load_spread(plain, value, spread, name, shares)
-    if isinstance(value, dict) and isinstance(plain, dict):
-        mine = {
-            key: _load(plain[key], each, _join(name, key), shares)
-            for key, each in value.items()
-            if _has(plain, key, each, name)
+        return {
+            key: _take_apart(each, join(name, key), shares, objects) for key, each in value.items()
         }
-        return {**plain, **mine}
-    if isinstance(value, (list, tuple)) and isinstance(plain, (list, tuple)):
-        if len(value) != len(plain):
-            if not any(map(_takes_a_state, value)):
-                return plain
-            raise DamagedCheckpointError(f"{name!r} has {len(plain)} items, not {len(value)}")
-        pairs = enumerate(zip(plain, value, strict=True))
-        return type(value)(_load(p, v, _join(name, n), shares) for n, (p, v) in pairs)
-    if isinstance(value, Stateful):
-        value.load_state_dict(plain)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(
+            _take_apart(each, join(name, place), shares, objects)
+            for place, each in enumerate(value)
+        )
+    if not isinstance(value, Stateful):
         return value
-    return plain
-
-
-def _load_spread(
-    plain: Any,
-    value: Any,
-    spread: SpreadOut,
-    name: str,
-    shares: dict[str, list[tuple[str, Source]]],
-) -> Any:
-    spread.load_checkpoint_common(plain)
-    for share in spread.checkpoint_shares():
-        shares.setdefault(share.worker, []).append((name, share.source))
-    return value
-
-
-def _has(plain: dict[str, Any], key: str, value: Any, name: str) -> bool:
-    """Says whether something was saved under a key; an object needs it."""
-    if key in plain:
-        return True
-    if _takes_a_state(value):
-        raise DamagedCheckpointError(f"the checkpoint has nothing by the name {_join(name, key)!r}")
-    return False
-
-
-def _takes_a_state(value: Any) -> bool:
-    return as_spread_out(value) is not None or isinstance(value, Stateful)
-
-
-def _join(name: str, key: object) -> str:
-    return f"{name}/{key}" if name else str(key)
+    about = about_local(value)
+    if about:
+        objects[name] = about
+    return value.state_dict()

@@ -16,6 +16,13 @@ import rpc
 from optim_dist import DistributedOptimizer
 from optim_dist import state as optimizer_state
 from remote_module import RemoteModule
+from tensorwire.checkpoint.fitting import (
+    Fit,
+    about_optimizer,
+    fit_of_optimizer,
+    fit_of_tensors,
+    is_of_another_class,
+)
 
 
 class Names(Mapping[str, Any]):
@@ -47,6 +54,9 @@ class Source(Protocol):
 
     def save(self) -> Mapping[str, Any]:
         """The share's values by name. They are written at once, or copied."""
+
+    def check(self, values: Names) -> Fit:
+        """Compares the values with what is here, before anything is loaded anywhere."""
 
     def load(self, values: Names) -> None:
         """Takes over the values of the names that belong to the share.
@@ -91,6 +101,9 @@ class _ModuleSource:
         state: Mapping[str, Any] = self.module.local_value().state_dict()
         return state
 
+    def check(self, values: Names) -> Fit:
+        return fit_of_tensors(self.module.local_value().state_dict(), values)
+
     def load(self, values: Names) -> None:
         load_module(self.module.local_value(), "", values)
 
@@ -119,13 +132,25 @@ class _OptimizerSource:
 
     def save(self) -> Mapping[str, Any]:
         state = optimizer_state.read_local(self.optimizer)
-        return {str(self.positions[at]): each for at, each in state.items()}
+        kept = {str(self.positions[at]): each for at, each in state.items()}
+        return about_optimizer(self._local, self._shapes()) | kept
+
+    @property
+    def _local(self) -> Any:
+        return self.optimizer.local_value().optim
+
+    def _shapes(self) -> dict[str, list[int]]:
+        shapes = optimizer_state.shapes_of_local(self.optimizer)
+        return {str(self.positions[at]): list(shape) for at, shape in shapes.items()}
+
+    def check(self, values: Names) -> Fit:
+        return fit_of_optimizer(self._local, self._shapes(), values)
 
     def load(self, values: Names) -> None:
         found = {
             at: values[str(position)]
             for at, position in enumerate(self.positions)
-            if str(position) in values
+            if str(position) in values and not is_of_another_class(self._local, values)
         }
         optimizer_state.write_local(self.optimizer, found)
 

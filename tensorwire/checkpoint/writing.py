@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from rpc import extend
-from tensorwire.checkpoint.errors import DamagedCheckpointError
+from tensorwire.checkpoint.errors import DamagedCheckpointError, MismatchError, NotSavedError
 from tensorwire.checkpoint.files import Checkpoint, PartWriter
+from tensorwire.checkpoint.fitting import Fit, decoded
 from tensorwire.checkpoint.spread import Names, Source
 from tensorwire.checkpoint.structure import Json, decode, encode
 
@@ -38,6 +40,15 @@ def wait_part(token: str) -> None:
     Writers.here().wait(token)
 
 
+def check_part(path: str, shares: Shares) -> list[tuple[str, Fit]]:
+    """Compares this worker's share of some objects with what was saved, by the objects' names."""
+    saved = Checkpoint.open(path)
+    return [
+        (name, decoded(f"{name!r} in {path}", partial(source.check, saved_values(saved, name))))
+        for name, source in shares
+    ]
+
+
 def read_part(path: str, shares: Shares) -> None:
     """Takes over this worker's share of some objects, whoever wrote it."""
     saved = Checkpoint.open(path)
@@ -45,7 +56,7 @@ def read_part(path: str, shares: Shares) -> None:
         try:
             source.load(saved_values(saved, name))
         except KeyError as error:
-            raise DamagedCheckpointError(
+            raise MismatchError(
                 f"{name!r} in {saved.path} has no {error}; it may be of another model"
             ) from error
 
@@ -53,17 +64,27 @@ def read_part(path: str, shares: Shares) -> None:
 def saved_values(saved: Checkpoint, name: str) -> Names:
     """The values of an object that is spread out, by name, in whichever parts they are."""
     places: dict[str, tuple[str, Json]] = {}
-    for part, manifest in saved.parts.items():
-        for key, document in manifest.meta.get("shares", {}).get(name, {}).items():
+    found = {part: _shares(part, each.meta).get(name) for part, each in saved.parts.items()}
+    if all(each is None for each in found.values()):
+        raise NotSavedError(f"{saved.path} holds nothing by the name {name!r}")
+    for part, documents in found.items():
+        if documents is not None and not isinstance(documents, dict):
+            raise DamagedCheckpointError(f"{name!r} in {saved.path} has no names")
+        for key, document in (documents or {}).items():
             places[key] = part, document
-    if not any(name in part.meta.get("shares", {}) for part in saved.parts.values()):
-        raise DamagedCheckpointError(f"{saved.path} holds nothing by the name {name!r}")
 
     def read(key: str) -> Any:
         part, document = places[key]
         return decode(document, lambda tensor: saved.tensor(part, tensor))
 
     return Names(list(places), read)
+
+
+def _shares(part: str, meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    shares = meta.get("shares", {})
+    if not isinstance(shares, dict):
+        raise DamagedCheckpointError(f"part {part!r} has no shares of objects")
+    return shares
 
 
 class Writers:

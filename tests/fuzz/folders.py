@@ -41,6 +41,9 @@ def checkpoints(draw: Draw) -> None:
     with changed_folder(draw, _checkpoint()) as folder:
         with contextlib.suppress(CheckpointError):
             checkpoint.Checkpoint.open(folder).verify()
+        model = torch.nn.Linear(3, 2)
+        with contextlib.suppress(CheckpointError):
+            checkpoint.load(folder, {"model": model, "step": 0})
         with contextlib.suppress(CheckpointError):
             checkpoint.latest(folder.parent)
 
