@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tensorwire import parameter_server as ps
 from tests.machines import Machine, machines, require_machines
 from tests.tensorwire.launch.jobs import FORKED, LIGHT, PROGRAMS, SECONDS, Agent, Job, job
 from tests.waiting import until
@@ -183,24 +184,44 @@ def test_a_machine_joins_dies_and_is_replaced_while_the_others_go_on(
     again = works_on(work, "trainer:1", joined)
     assert works_on(work, "trainer:0")["pid"] == alone["pid"]
     assert again["pid"] != joined["pid"]
+    if kind != CALLS:
+        require_snapshots(work)
     end(work, first, third)
     assert is_calm(first), first.said
 
 
+def require_snapshots(work: Job) -> None:
+    """One more is written, and each is of one point in everybody's pushes: all rows are alike."""
+    path = work.folder / "saved"
+
+    def names() -> list[str]:
+        return path.read_text().splitlines() if path.exists() else []
+
+    before = len(names())
+    until(lambda: len(names()) > before, SECONDS, 0.05)
+    for name in names()[-3:]:
+        ids, rows = ps.read(name, "counts")
+        assert len(ids) == 100
+        assert len(rows.unique()) == 1
+
+
 @pytest.mark.kills(20, usual=1)
-@pytest.mark.parametrize("cut", ["both", "to the store", "from the store"])
+@pytest.mark.parametrize(
+    ("cut", "kind"), [("both", ASYNC), ("to the store", BSP), ("from the store", CALLS)]
+)
 def test_a_machine_whose_cable_is_mended_is_back_with_its_workers(
     work: Job,
     hosts: Sequence[Machine],
     cut: str,
+    kind: str,
     kill_seed: int,
     full_length: bool,
     record_property: Callable[[str, Any], None],
 ) -> None:
     one, two = hosts
-    first = start(work, one, CALLS, restarts=0)
+    first = start(work, one, kind, restarts=0)
     alone = works_on(work, "trainer:0")
-    second = start(work, two, CALLS, restarts=0)
+    second = start(work, two, kind, restarts=0)
     before = works_on(work, "trainer:1")
     cuts: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         "both": (two.cut, two.mend),

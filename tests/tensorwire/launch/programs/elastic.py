@@ -3,11 +3,13 @@
     elastic.py FOLDER bsp|async [BACKUPS]
 
 Each step adds 1 to every row. A trainer trains until there is a file ``FOLDER/end``, and writes
-after each step how far it is to ``FOLDER/NAME.progress``.
+after each step how far it is to ``FOLDER/NAME.progress``. The first one takes snapshots all the
+time; the names of those that were written are in ``FOLDER/saved``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -37,8 +39,11 @@ def train(folder: Path, me: str, consistency: str, backups: int) -> None:
     table = cluster.table("counts", 2, ps.SGD(lr=1.0))
     ids, down = torch.arange(100), -torch.ones(100, 2)
     cluster.join()
+    saving: ps.Saving | None = None
     while not (folder / "end").exists():
         table.push(ids, down)
+        if me == "trainer:0":
+            saving = saved(folder, cluster, saving)
         progress = {"pid": os.getpid(), "steps": cluster.step, "at": time.time()}
         progress |= {"rows": table.pull(ids).unique().tolist()}
         progress |= {"incarnation": rpc.extend.life_of(me).incarnation}
@@ -48,6 +53,16 @@ def train(folder: Path, me: str, consistency: str, backups: int) -> None:
         time.sleep(0.02)
     cluster.finish()
     rpc.shutdown()
+
+
+def saved(folder: Path, cluster: ps.Cluster, saving: ps.Saving | None) -> ps.Saving:
+    """Notes a snapshot that is written, and begins the next; some fail, as servers die."""
+    if saving is not None and not saving.done():
+        return saving
+    if saving is not None:
+        with contextlib.suppress(ps.SnapshotError), (folder / "saved").open("a") as file:
+            file.write(f"{saving.wait().folder}\n")
+    return cluster.snapshot(folder / f"snapshot{cluster.step}")
 
 
 if __name__ == "__main__":
