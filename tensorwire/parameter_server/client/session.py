@@ -39,6 +39,7 @@ from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller
 from tensorwire.parameter_server.messaging.messages import CHANNEL, TableIds
+from tensorwire.parameter_server.messaging.outbox import Outbox
 from tensorwire.parameter_server.messaging.settings import Meeting
 
 _logger: Final = logging.getLogger("tensorwire")
@@ -91,11 +92,11 @@ class Session:
         self._failure: Exception | None = None
         self._finishing = False
         self._again: set[tuple[str, int, int]] = set()
-        self._outbox: list[Callable[[], object]] = []
         self._watch = Watch()
-        self._depth = 0
         self._pause = PAUSE
         self._condition = threading.Condition(threading.RLock())
+        outbox = Outbox(self._condition)
+        self._acting, self._later = outbox.acting, outbox.later
         channel = CHANNEL + cluster
         self.news = News(worker, channel, self._condition, lambda: self._failure)
         self.servers = Servers(
@@ -106,24 +107,6 @@ class Session:
         self._context = contextvars.copy_context()
         self._tender = threading.Thread(target=self._tend, name="tensorwire-ps", daemon=True)
         self._tender.start()
-
-    @contextmanager
-    def _acting(self) -> Iterator[None]:
-        """Holds the lock; what was queued by :meth:`_later` is done after it is released."""
-        with self._condition:
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                out: list[Callable[[], object]] = []
-                if not self._depth:
-                    out, self._outbox = self._outbox, out
-        for each in out:
-            each()
-
-    def _later(self, what: Callable[[], object]) -> None:
-        self._outbox.append(what)
 
     def close(self) -> None:
         """Ends it: whoever waits is told that this worker has left."""

@@ -7,8 +7,7 @@ to the state of a shard is done in that shard's lane, in the order in which it w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import RLock
@@ -32,6 +31,7 @@ from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller, latest_life
+from tensorwire.parameter_server.messaging.outbox import Outbox
 from tensorwire.parameter_server.messaging.settings import consistency_of
 from tensorwire.parameter_server.server.available import Claim
 from tensorwire.parameter_server.server.coordinating import Coordinating
@@ -84,31 +84,11 @@ class Node:
         self._joining: set[int] = set()
         self._exporting: set[tuple[int, int, int]] = set()
         self._polls: list[tuple[Call, int, frozenset[Server]]] = []
-        self._lock = RLock()
-        self._depth = 0
-        self._outbox: list[Callable[[], object]] = []
+        outbox = Outbox(RLock())
+        self.acting, self.later = outbox.acting, outbox.later
         self._closed = False
 
     # --- one thing at a time
-
-    @contextmanager
-    def acting(self) -> Iterator[None]:
-        """Holds the lock; what was queued by :meth:`later` is done after it is released."""
-        with self._lock:
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                out: list[Callable[[], object]] = []
-                if not self._depth:
-                    out, self._outbox = self._outbox, out
-        for each in out:
-            each()
-
-    def later(self, what: Callable[[], object]) -> None:
-        """Does something without the lock, soon."""
-        self._outbox.append(what)
 
     def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
         """Calls another server; ``then`` gets the answer, or ``LOST``, with the lock held."""
