@@ -46,3 +46,21 @@ def test_a_killed_stage_returns_under_rpcrun_and_losses_are_those_from_the_check
     assert told["error"] == [4, 1, "stage:0", 2]  # the step, the stage, its worker, the micro-batch
     assert told["after"] == told["expected"]
     assert len(told["after"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("process_server")
+def test_a_killed_driver_returns_under_rpcrun_and_finds_its_pipeline_by_name(
+    tmp_path: Path,
+) -> None:
+    program = _JOB.with_name("lose_the_driver.py")
+    roles = ["--role", "stage:2,service", "--role", "driver:1,max_restarts=1"]
+    with job(tmp_path) as work:
+        agent = work.start("--standalone", *roles, *FORKED, str(program), str(tmp_path))
+        assert agent.wait(280) == 0, agent.said
+    assert (tmp_path / "died").exists()
+    lines = (tmp_path / "losses.txt").read_text().splitlines()
+    quiet = (tmp_path / "quiet.txt").read_text().splitlines()
+    assert list(dict.fromkeys(lines)) == quiet  # one step may have been done again, with its loss
+    assert len(quiet) == 12
