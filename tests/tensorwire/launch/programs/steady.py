@@ -4,8 +4,8 @@
 
 The steps and their gradients are the same in every run, so a run that was disturbed ends with the
 rows of one that was not. It writes to ``FOLDER/NAME.step`` how many steps it has made, and to
-``FOLDER/pids.json`` the processes of the servers. It waits in the middle until there is a file
-``FOLDER/go``, and writes its rows to ``FOLDER/NAME.rows`` at the end.
+``FOLDER/pids.json`` the processes of servers and trainers, and where the store is. It waits in the
+middle until there is a file ``FOLDER/go``, and writes its rows to ``FOLDER/NAME.rows`` at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def note(path: Path, text: str) -> None:
 
 def train(folder: Path, me: str) -> torch.Tensor:
     """Makes all steps; returns the rows at the end."""
-    cluster = ps.connect(SERVERS, backups=1, consistency=ps.BSP())
+    cluster = ps.connect(SERVERS, backups=1, consistency=ps.BSP(), trainers=2)
     table = cluster.table("items", 8, ps.Adam(lr=0.05), init=ps.Uniform(0.1, seed=3))
     generator = torch.Generator().manual_seed(int(me.rpartition(":")[2]))
     batches = [
@@ -63,8 +63,9 @@ def main() -> None:
     folder, me = Path(sys.argv[1]), rpc.get_worker_info().name
     torch.set_num_threads(1)
     if me == "trainer:0" and not (folder / "pids.json").exists():
-        pids = {server: rpc.rpc_sync(server, os.getpid) for server in SERVERS}
-        note(folder / "pids.json", json.dumps(pids))
+        found = {each.name: rpc.rpc_sync(each.name, os.getpid) for each in rpc.workers()}
+        found["store"] = os.environ["RPC_INIT_METHOD"]
+        note(folder / "pids.json", json.dumps(found))
     rows = train(folder, me)
     torch.save(rows, folder / f"{me}.rows")
     rpc.shutdown()
