@@ -32,9 +32,10 @@ class Electorate:
 
     def __init__(self, view: View, over: Collection[Server], suspects: Collection[Server]) -> None:
         named = [*view.servers, *sorted(views.keepers(view) - set(view.servers))]
-        clients = (Server(t.client.name, t.client.incarnation) for t in view.trainers)
-        gone = {*over, *suspects}
-        self._gives_up_state = any(gone.issuperset(shard.chain) for shard in view.shards)
+        clients = [Server(t.client.name, t.client.incarnation) for t in view.trainers]
+        self._may_do_without_trainers = not clients and not self._gives_up_state(
+            view, over, suspects
+        )
         self.servers = tuple(each for each in named if each not in over)
         self.trainers = tuple(each for each in clients if each not in suspects)
 
@@ -44,9 +45,8 @@ class Electorate:
         if share > 0 or not self.servers:
             return True
         trainers = [each for each in self.trainers if each in agreeing]
-        if not self.trainers:
-            return share == 0 and not self._gives_up_state
-        return share == 0 and 2 * len(trainers) > len(self.trainers)
+        are_most = 2 * len(trainers) > len(self.trainers)
+        return share == 0 and (are_most or self._may_do_without_trainers)
 
     def to_ask(self, agreeing: Collection[Server]) -> tuple[Server, ...]:
         """Those whose votes are needed: of the trainers only while they decide."""
@@ -56,3 +56,8 @@ class Electorate:
         """Positive for a majority of the servers, 0 for half of them."""
         votes = [each for each in self.servers if each in agreeing]
         return 2 * len(votes) - len(self.servers)
+
+    @staticmethod
+    def _gives_up_state(view: View, over: Collection[Server], suspects: Collection[Server]) -> bool:
+        gone = {*over, *suspects}
+        return any(gone.issuperset(shard.chain) for shard in view.shards)
