@@ -15,6 +15,7 @@ import pytest
 from tensorwire.parameter_server.decisions import (
     coordination,
     lives,
+    quorum,
     reads,
     replica,
     replication,
@@ -199,7 +200,12 @@ def _forgets_dense_parameters_that_move(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DenseShard, "enter", lambda self, data, steps: None)
 
 
+def _gives_up_others_without_votes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(quorum.Electorate, "is_enough", lambda self, agreeing: True)
+
+
 _MUTANTS: list[Mutate] = [
+    _gives_up_others_without_votes,
     _makes_what_is_declared_before_it_knows_its_share,
     _forgets_dense_parameters_that_move,
     _takes_repeated_pushes,
