@@ -103,7 +103,7 @@ def test_every_room_of_rpc_is_on_the_map_and_no_other() -> None:
 
 def test_files_that_the_map_names_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", _MAP))
-    places = [_ROOT, _ROOT / "rpc"]
+    places = [_ROOT, _ROOT / "rpc", *(_ROOT / "tensorwire").rglob("")]
     assert [n for n in named if not any((place / n).is_file() for place in places)] == []
 
 

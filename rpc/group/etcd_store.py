@@ -92,7 +92,11 @@ class EtcdPlace:
 
 
 def members_of(text: str, said: str) -> tuple[tuple[str, int], ...]:
-    """Hosts and ports of ``host:port,host:port``; without a port etcd's usual one.
+    """Hosts and ports of the members of an etcd cluster; without a port etcd's usual one.
+
+    Args:
+        text: such as ``"etcd1:2379,etcd2:2379"``.
+        said: the flag or URL that holds it, for errors.
 
     Raises:
         ValueError: there is none, or a port is no number; names ``said``.

@@ -1,7 +1,7 @@
 """The agent: one on each machine, it runs the seats that the plan gives it.
 
 Torch's ``SimpleElasticAgent`` drives it: rendezvous, then a round after each monitor interval
-until the job is over. A round reads the plan, reports what was seen, and does what the steward
+until the job is over. A round reads the plan, reports what was seen, and does what the supervisor
 decides. Nothing in a round waits for a process.
 """
 
@@ -47,15 +47,15 @@ from rpc.extend import (
     key_values,
     prompt_signals,
 )
-from tensorwire.launch.board import Board
 from tensorwire.launch.chronicle import Chronicle, describe_starts
 from tensorwire.launch.endpoint import is_loopback
 from tensorwire.launch.exits import ExitRules
 from tensorwire.launch.group_members import GroupMembers
 from tensorwire.launch.logs import Logs, Output
 from tensorwire.launch.plan import Failure, Node, Phase, Plan, Seat
+from tensorwire.launch.plan_store import PlanStore
 from tensorwire.launch.processes import (
-    Guardian,
+    OrphanWatch,
     Program,
     WorkerProcess,
     by_cause,
@@ -69,7 +69,7 @@ from tensorwire.launch.roles import Role, digest
 from tensorwire.launch.seats import Left, Met
 from tensorwire.launch.silence import Silence
 from tensorwire.launch.standby import Standbys
-from tensorwire.launch.steward import Effect, Ended, HostStore, Kill, Start, Steward, Stop
+from tensorwire.launch.supervisor import Effect, Ended, HostStore, Kill, Start, Stop, Supervisor
 from tensorwire.launch.template import Template
 from tensorwire.launch.variables import (
     JobFacts,
@@ -177,7 +177,7 @@ class RoleAgent(SimpleElasticAgent):
         self._looked = 0.0
         self._declared: list[str] = []
         self._has_left = True
-        self._guardian: Guardian | None = None
+        self._orphan_watch: OrphanWatch | None = None
         self._watching = watching
         self._watch: AgentWatch | None = None
         self._logs: Logs | None = None
@@ -208,10 +208,10 @@ class RoleAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Does the first round; every start is recorded where it happens."""
         self._meet(worker_group)
-        if self._guardian is None:
-            self._guardian = Guardian()
+        if self._orphan_watch is None:
+            self._orphan_watch = OrphanWatch()
             if self._key_file:
-                self._guardian.tell(f"file {self._key_file}")
+                self._orphan_watch.tell(f"file {self._key_file}")
         if self._logs is None:
             output = self._output
             filters = output.stdout_filters, output.stderr_filters
@@ -248,8 +248,8 @@ class RoleAgent(SimpleElasticAgent):
         self._job_values = values
         author = f"rpcrun on {self._node.host}"
         self._members = GroupMembers(store, self._group_key, author)
-        self._board = Board(values, self._min_nodes)
-        self._steward = Steward(
+        self._plans = PlanStore(values, self._min_nodes)
+        self._supervisor = Supervisor(
             self._node, self._roles, self._grace, patience, self._program_digest, self._exits
         )
         self._has_left = False
@@ -277,13 +277,13 @@ class RoleAgent(SimpleElasticAgent):
         """Does a round; says how the job is."""
         plan = self._round()
         hurry = time.monotonic() + _SECONDS_OF_HURRY
-        while plan.phase in _LAST_PHASES and not self._steward.is_finished(plan):
+        while plan.phase in _LAST_PHASES and not self._supervisor.is_finished(plan):
             if time.monotonic() > hurry:
                 break
             time.sleep(_SECONDS_BETWEEN_POLLS)
             plan = self._round()
         worker_group.workers = list(self._workers.values())
-        if not self._steward.is_finished(plan):
+        if not self._supervisor.is_finished(plan):
             return RunResult(WorkerState.HEALTHY)
         self._part(plan)
         if plan.phase is Phase.SUCCEEDED:
@@ -321,16 +321,16 @@ class RoleAgent(SimpleElasticAgent):
     # --- Rounds
 
     def _round(self) -> Plan:
-        now, plan = time.monotonic(), self._board.read()
+        now, plan = time.monotonic(), self._plans.read()
         ended = self._poll()
-        events = self._steward.report(now, plan, ended, self._silent(plan))
+        events = self._supervisor.report(now, plan, ended, self._silent(plan))
         orphans = [
             member
             for event in events
             if isinstance(event, Left)
             for member in self._listed(seat.name for seat in plan.held_by(event.node))
         ]
-        plan = self._board.put(events)
+        plan = self._plans.put(events)
         for member in orphans:
             self._members.strike_off(member, "its agent gives no sign of life")
         for event in events:
@@ -341,7 +341,7 @@ class RoleAgent(SimpleElasticAgent):
             _logger.warning(line)
         lost = self._lost()
         ending = [each.seat.name for each in self._processes.values() if lost and each.is_ending]
-        effects = self._steward.act(now, plan, lost, ending)
+        effects = self._supervisor.act(now, plan, lost, ending)
         if starts := describe_starts([each.seat for each in effects if isinstance(each, Start)]):
             _logger.warning(starts)
         for effect in effects:
@@ -371,7 +371,7 @@ class RoleAgent(SimpleElasticAgent):
     def _note_end(self, process: WorkerProcess, end: Ended, failure: ProcessFailure | None) -> bool:
         """Tells of it; returns True if the process was seen as a member of the group."""
         name, how = process.seat.name, describe_end(end)
-        self._tell_guardian(f"ended {process.id}")
+        self._tell_orphan_watch(f"ended {process.id}")
         if end.exit_code == 0:
             self._values[process.seat.id] = process.value
         else:
@@ -437,7 +437,7 @@ class RoleAgent(SimpleElasticAgent):
             return
         self._processes[seat.id] = process
         self._started_at = time.monotonic()
-        self._tell_guardian(f"run {process.id}")
+        self._tell_orphan_watch(f"run {process.id}")
         self._note_start(seat, process, local)
 
     def _process(self, seat: Seat, local: LocalPlace, plan: Plan) -> WorkerProcess:
@@ -511,7 +511,7 @@ class RoleAgent(SimpleElasticAgent):
         host = "127.0.0.1" if is_loopback(self._facts.host) else self._own_address()
         store = host_store(host, 0)
         self._stores[effect.role] = store  # the last attempt's ends here
-        self._board.put([Met(effect.role, effect.attempt, f"{host}:{store.port}")])
+        self._plans.put([Met(effect.role, effect.attempt, f"{host}:{store.port}")])
 
     def _own_address(self) -> str:
         """This machine's address on the way to the store's."""
@@ -553,11 +553,11 @@ class RoleAgent(SimpleElasticAgent):
             if not others:
                 return
             time.sleep(_SECONDS_BETWEEN_POLLS)
-            plan = self._board.read()
+            plan = self._plans.read()
 
     def _leave(self) -> None:
         self._has_left = True
-        self._board.put([Left(self._node.id)])
+        self._plans.put([Left(self._node.id)])
 
     def _let_go(self) -> None:
         self._progress.close()
@@ -568,9 +568,9 @@ class RoleAgent(SimpleElasticAgent):
         for source in (self._template, self._standbys):
             if source is not None:
                 source.close()
-        if self._guardian is not None:
-            self._guardian.dismiss()
-            self._guardian = None
+        if self._orphan_watch is not None:
+            self._orphan_watch.dismiss()
+            self._orphan_watch = None
         if self._logs is not None:
             self._logs.close()
 
@@ -579,9 +579,9 @@ class RoleAgent(SimpleElasticAgent):
         if self._logs is not None and self._logs.is_temporary:
             shutil.rmtree(self._logs.folder, ignore_errors=True)
 
-    def _tell_guardian(self, line: str) -> None:
-        if self._guardian is not None:
-            self._guardian.tell(line)
+    def _tell_orphan_watch(self, line: str) -> None:
+        if self._orphan_watch is not None:
+            self._orphan_watch.tell(line)
 
 
 def _with_restarts(role: Role, default: int) -> Role:

@@ -38,7 +38,6 @@ from rpc.errors import RpcError
 from rpc.extend import KEY_FILE, prompt_signals
 from tensorwire import dropin
 from tensorwire.launch.agent import RoleAgent
-from tensorwire.launch.board import BoardError
 from tensorwire.launch.dry_run import describe_start
 from tensorwire.launch.endpoint import EndpointError, is_loopback
 from tensorwire.launch.etcd_rendezvous import ETCD_BACKEND, create_etcd_handler
@@ -46,6 +45,7 @@ from tensorwire.launch.flags import Command, FlagError, Forking, Streams, parse
 from tensorwire.launch.group_key import GroupKey, GroupKeyError, choose_key
 from tensorwire.launch.job_file import JobFileError
 from tensorwire.launch.logs import Output
+from tensorwire.launch.plan_store import PlanStoreError
 from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler
 from tensorwire.launch.report import describe_dismissal, describe_failure
 from tensorwire.launch.roles import RoleError, Share
@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> int:
         if template is not None:
             template.close()
         if key.is_ours:
-            Path(key.path).unlink(missing_ok=True)  # the guardian may have done so
+            Path(key.path).unlink(missing_ok=True)  # the orphan watch may have done so
 
 
 def _check_page(command: Command) -> None:
@@ -231,7 +231,7 @@ def _launch(command: Command, key: GroupKey, template: Template | None) -> int:
     except _NO_RENDEZVOUS as error:
         print(f"rpcrun: {error}", file=sys.stderr)
         return 1
-    except (BoardError, RoleError) as error:
+    except (PlanStoreError, RoleError) as error:
         print(f"rpcrun: {error}", file=sys.stderr)
         return 1
     except (DistError, RpcError, ConnectionError) as error:

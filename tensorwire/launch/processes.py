@@ -1,6 +1,6 @@
 """The processes of one agent: starting one, asking it to end, ending it, and how it ended.
 
-Torch's ``start_processes`` starts each. The guardian, a process of its own, ends them if this
+Torch's ``start_processes`` starts each. The orphan watch, a process of its own, ends them if this
 agent is killed.
 """
 
@@ -30,11 +30,11 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.run import run_script_path
 
 from rpc.extend import ENDING_FILE
-from tensorwire.launch import guardian
+from tensorwire.launch import orphan_watch
 from tensorwire.launch.becoming import Order
 from tensorwire.launch.logs import WorkerLogs
 from tensorwire.launch.plan import Seat
-from tensorwire.launch.steward import Ended, before_the_kill
+from tensorwire.launch.supervisor import Ended, before_the_kill
 from tensorwire.launch.template import ForkedProcess, NotReadyError, TemplateLostError
 
 _logger = logging.getLogger("rpcrun")
@@ -46,12 +46,12 @@ _NOTHING = "<NONE>"
 """The message that torch has of a process that left no error file."""
 
 
-class Guardian:
+class OrphanWatch:
     """Ends this agent's processes if it is killed."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guardian.__file__],
+            [sys.executable, "-I", "-S", orphan_watch.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -61,7 +61,7 @@ class Guardian:
         os.register_at_fork(after_in_child=self._let_go)
 
     def tell(self, line: str) -> None:
-        """Says one line, as the guardian's docstring has them."""
+        """Says one line, as the orphan watch's docstring has them."""
         stdin = self._process.stdin
         if not self._is_open or stdin is None:
             return
@@ -70,10 +70,10 @@ class Guardian:
             stdin.flush()
         except BrokenPipeError:
             self._is_open = False
-            _logger.error("the guardian is gone: if this agent is killed, its workers are not")
+            _logger.error("the orphan watch is gone: if this agent is killed, its workers are not")
 
     def _let_go(self) -> None:
-        """A forked worker would keep the guardian from seeing this agent's end."""
+        """A forked worker would keep the orphan watch from seeing this agent's end."""
         stdin = self._process.stdin
         if self._is_open and stdin is not None:
             self._is_open = False
@@ -281,7 +281,7 @@ class WorkerProcess:
 
     def send(self, number: int) -> None:
         """Sends it a signal, and whatever it started."""
-        guardian.send(self.id, number)
+        orphan_watch.send(self.id, number)
 
     @property
     def is_ending(self) -> bool:
@@ -443,7 +443,7 @@ def by_cause(ended: Iterable[tuple[Ended, ProcessFailure | None]]) -> list[Ended
 
 
 __all__ = [
-    "Guardian",
+    "OrphanWatch",
     "Program",
     "WorkerLogs",
     "WorkerProcess",

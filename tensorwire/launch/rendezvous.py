@@ -133,7 +133,7 @@ class TensorWireRendezvous(RendezvousHandler):
             self._warn_if_exposed()
         self._number: int | None = None
         self._first = 0
-        self._beat: _Beat | None = None
+        self._beat: _Heartbeat | None = None
 
     def _read_endpoint(self, params: RendezvousParameters) -> None:
         """Takes what ``--rdzv-endpoint`` says."""
@@ -354,7 +354,7 @@ class TensorWireRendezvous(RendezvousHandler):
         self._number = self._values.add("nodes") - 1
         values = key_values(self._connect(_SECONDS_OF_AN_ATTEMPT), self.group_key, NAMESPACE)
         key, patience = f"beat/{self._number}", float(self._read_seconds)
-        self._beat = _Beat(values, key, self.beat_seconds, patience)
+        self._beat = _Heartbeat(values, key, self.beat_seconds, patience)
         try:
             self._wait_for_others()
         except BaseException:
@@ -432,7 +432,7 @@ class TensorWireRendezvous(RendezvousHandler):
         return True
 
 
-class _Beat:
+class _Heartbeat:
     """Gives signs of life on a thread and a connection of its own.
 
     One that fails is given again, over another connection, until the patience is at an end: a

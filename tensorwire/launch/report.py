@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from tensorwire.launch.plan import Failure, Order, Phase, Plan, Seat
-from tensorwire.launch.steward import Ended
+from tensorwire.launch.supervisor import Ended
 
 _SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
 _SECONDS_BETWEEN_LINES = 1.0

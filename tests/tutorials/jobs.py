@@ -71,7 +71,7 @@ class Tutorial:
             Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()
         )
         forked = [
-            c for c in children if "guardian.py" not in Path(f"/proc/{c}/cmdline").read_text()
+            c for c in children if "orphan_watch.py" not in Path(f"/proc/{c}/cmdline").read_text()
         ]
         return {number: int(child) for number, child in enumerate(forked)}
 

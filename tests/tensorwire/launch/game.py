@@ -1,6 +1,6 @@
 """Plays jobs: agents that are killed, frozen and joined by others, on a virtual clock.
 
-The decisions are the agents' own (``seats``, ``steward``, ``silence``), and so is the list of
+The decisions are the agents' own (``seats``, ``supervisor``, ``silence``), and so is the list of
 the group's members (``rpc.group.member_list``, ``rpc.group.seats``) on a store in memory. An
 agent's round is cut into steps, between which anything may happen to anybody.
 
@@ -39,7 +39,7 @@ from tensorwire.launch.plan import Plan
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met, apply
 from tensorwire.launch.silence import Silence
-from tensorwire.launch.steward import Effect, Ended, HostStore, Kill, Start, Steward, Stop
+from tensorwire.launch.supervisor import Effect, Ended, HostStore, Kill, Start, Stop, Supervisor
 from tests.tensorwire.launch.plans import node, roles
 
 SILENCE = 5.0
@@ -75,7 +75,7 @@ class GameAgent:
     """One agent."""
 
     number: int
-    steward: Steward
+    supervisor: Supervisor
     silence: Silence
     processes: dict[int, Process] = field(default_factory=dict)
     not_started: list[Ended] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Game:
             if agent.acts and self.now - agent.last_beat >= 1.0:
                 agent.beats, agent.last_beat = agent.beats + 1, self.now
             if agent.dead and self.now - agent.died_at > 1.0:
-                for process in agent.processes.values():  # its guardian sees to that
+                for process in agent.processes.values():  # its orphan watch sees to that
                     process.code = process.code if process.code is not None else -15
 
     def let_agent(self) -> None:
@@ -212,8 +212,8 @@ class Game:
             return
         number = len(self.agents)
         spare = self.draw.choice([0, 0, 1, 3])
-        steward = Steward(node(number, self.roles, spare), self.roles, GRACE, 300.0)
-        self.agents.append(GameAgent(number, steward, Silence(SILENCE)))
+        supervisor = Supervisor(node(number, self.roles, spare), self.roles, GRACE, 300.0)
+        self.agents.append(GameAgent(number, supervisor, Silence(SILENCE)))
 
     def ask_agent_to_leave(self) -> None:
         acting = [agent for agent in self.agents if agent.acts]
@@ -231,7 +231,7 @@ class Game:
         ended = [self.end(agent, p) for p in list(agent.processes.values()) if not p.lives]
         ended += agent.not_started
         agent.not_started = []
-        events = agent.steward.report(now, plan, ended, self.silent(agent, plan))
+        events = agent.supervisor.report(now, plan, ended, self.silent(agent, plan))
         orphans = [
             record
             for event in events
@@ -246,12 +246,12 @@ class Game:
             yield
         plan = self.plan
         lost = [p.name for p in agent.processes.values() if p.lives and self.was_lost(p)]
-        for effect in agent.steward.act(self.now, plan, lost):
+        for effect in agent.supervisor.act(self.now, plan, lost):
             yield
             self.perform(agent, effect, plan)
-        agent.finished = agent.steward.is_finished(plan)
+        agent.finished = agent.supervisor.is_finished(plan)
         if agent.finished:
-            yield from self.put(plan, [Left(str(agent.steward.node.id))])
+            yield from self.put(plan, [Left(str(agent.supervisor.node.id))])
 
     def put(self, seen: Plan, events: list) -> Iterator[None]:  # type: ignore[type-arg]
         """Compare-and-set, with others between reading and setting."""
@@ -271,7 +271,7 @@ class Game:
             self.strike_off(process)
             yield
         agent.processes.clear()
-        yield from self.put(self.plan, [Left(agent.steward.node.id)])
+        yield from self.put(self.plan, [Left(agent.supervisor.node.id)])
         agent.dead, agent.died_at = True, self.now
 
     def end(self, agent: GameAgent, process: Process) -> Ended:
@@ -294,7 +294,7 @@ class Game:
         beats = {
             other.number: other.beats
             for other in self.agents
-            if plan.node(other.steward.node.id) is not None and other is not agent
+            if plan.node(other.supervisor.node.id) is not None and other is not agent
         }
         return [f"node{number}" for number in agent.silence.hear(self.now, beats)]
 
@@ -332,7 +332,7 @@ class Game:
         assert seat.restarts.spent <= (state.role.max_restarts or 0)
 
     def is_fenced(self, agent: GameAgent) -> bool:
-        return agent.dead or agent.frozen or self.plan.node(agent.steward.node.id) is None
+        return agent.dead or agent.frozen or self.plan.node(agent.supervisor.node.id) is None
 
     # --- Workers
 

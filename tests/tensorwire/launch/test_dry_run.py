@@ -39,7 +39,10 @@ def test_a_dry_run_without_roles_says_what_torchrun_would_start(
     ("line", "problem"),
     [
         ("--role cpu:1 t.py", "role 'cpu'"),
-        ("--role a:1 --rdzv-backend etcd t.py", "leave the flag out"),
+        (
+            "--role a:1 --rdzv-backend etcd t.py",
+            "tensorwire, which is the default, and tensorwire-etcd",
+        ),
         ("--role a:1 --nnodes x t.py", "invalid literal"),
         ("--role a:1 --nnodes 2 --rdzv-endpoint head:1 t.py", "has no key"),
     ],

@@ -20,7 +20,7 @@ from tensorwire.launch.report import (
     describe_failure,
     describe_plan,
 )
-from tensorwire.launch.steward import Ended
+from tensorwire.launch.supervisor import Ended
 from tests.tensorwire.launch.plans import Job
 
 

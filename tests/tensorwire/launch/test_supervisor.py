@@ -10,7 +10,7 @@ from tensorwire.launch.exits import parse_exit_codes
 from tensorwire.launch.plan import Order, Phase, Plan
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met, apply
-from tensorwire.launch.steward import (
+from tensorwire.launch.supervisor import (
     LOST_SECONDS,
     REPEAT_SECONDS,
     Effect,
@@ -18,8 +18,8 @@ from tensorwire.launch.steward import (
     HostStore,
     Kill,
     Start,
-    Steward,
     Stop,
+    Supervisor,
 )
 from tests.tensorwire.launch.plans import node, roles
 
@@ -28,11 +28,11 @@ PATIENCE = 600.0
 
 
 class Agent:
-    """A steward, its clock, and the plan, to which it reports at once."""
+    """A supervisor, its clock, and the plan, to which it reports at once."""
 
     def __init__(self, *texts: str, at_least: int = 1, spare: int = 0) -> None:
         self.roles = roles(*texts)
-        self.steward = make(0, self.roles, spare)
+        self.supervisor = make(0, self.roles, spare)
         self.now = 100.0
         self.plan = Plan(at_least)
 
@@ -45,12 +45,12 @@ class Agent:
         after: float = 0.0,
     ) -> list[Effect]:
         self.now += after
-        self.plan = apply(self.plan, self.steward.report(self.now, self.plan, ended, silent))
-        return self.steward.act(self.now, self.plan, lost, ending)
+        self.plan = apply(self.plan, self.supervisor.report(self.now, self.plan, ended, silent))
+        return self.supervisor.act(self.now, self.plan, lost, ending)
 
 
-def make(number: int, of: tuple[Role, ...], spare: int = 0) -> Steward:
-    return Steward(node(number, of, spare), of, GRACE, PATIENCE)
+def make(number: int, of: tuple[Role, ...], spare: int = 0) -> Supervisor:
+    return Supervisor(node(number, of, spare), of, GRACE, PATIENCE)
 
 
 def names(effects: Iterable[Effect]) -> list[str]:
@@ -65,7 +65,7 @@ def test_an_agent_joins_and_starts_its_workers_once() -> None:
     agent = Agent("ps:1,service", "trainer:2")
     assert names(agent.round()) == ["Start ps:0", "Start trainer:0", "Start trainer:1"]
     assert agent.round() == []
-    assert list(agent.steward.running) == [0, 1, 2]
+    assert list(agent.supervisor.running) == [0, 1, 2]
 
 
 def test_a_worker_that_died_is_started_again_in_its_next_life() -> None:
@@ -91,7 +91,7 @@ def test_a_crash_loop_is_slowed_down() -> None:
 def with_exits(text: str, *texts: str) -> Agent:
     agent = Agent(*texts)
     exits = parse_exit_codes(text)
-    agent.steward = Steward(node(0, agent.roles), agent.roles, GRACE, PATIENCE, exits=exits)
+    agent.supervisor = Supervisor(node(0, agent.roles), agent.roles, GRACE, PATIENCE, exits=exits)
     agent.round()
     return agent
 
@@ -137,7 +137,7 @@ def test_other_ends_are_tried_again_as_often_as_was_said(
         agent.round(end)
         agent.round(after=5.0)  # a crash loop is slowed down
     assert agent.plan.phase is Phase.RUNNING
-    assert list(agent.steward.running) == [0]
+    assert list(agent.supervisor.running) == [0]
 
 
 def test_members_of_a_process_group_need_not_join() -> None:
@@ -160,10 +160,10 @@ def test_services_are_asked_to_end_asked_once_more_and_killed_when_they_do_not()
     assert agent.round(after=1) == []
     assert agent.round(after=2) == [Kill(0, "it did not end within 30 s")]
     assert agent.round(after=2) == []
-    assert not agent.steward.is_finished(agent.plan)
+    assert not agent.supervisor.is_finished(agent.plan)
     assert agent.round(Ended(0, -9)) == []
     assert agent.plan.phase is Phase.SUCCEEDED
-    assert agent.steward.is_finished(agent.plan)
+    assert agent.supervisor.is_finished(agent.plan)
 
 
 def test_all_workers_are_stopped_when_the_job_fails() -> None:
@@ -280,7 +280,7 @@ def test_a_life_that_has_to_stop_before_it_began_has_stopped() -> None:
         agent.round(Ended(0, code))
         agent.round(Ended(1, -15))
     assert {seat.order for seat in agent.plan.seats} == {Order.RUN}
-    assert list(agent.steward.running) == []
+    assert list(agent.supervisor.running) == []
     other = make(1, agent.roles)
     agent.plan = apply(agent.plan, other.report(0, agent.plan, (), ()))
     agent.plan = apply(agent.plan, [Left("node1")])
@@ -298,5 +298,5 @@ def test_an_agent_that_was_taken_out_kills_what_it_runs_and_does_not_join_again(
     plan = apply(first.plan, failed)
     assert late.report(first.now, plan, [], []) == []
     assert late.is_finished(plan)
-    assert not first.steward.is_finished(plan)
-    assert names(first.steward.act(first.now, plan)) == []
+    assert not first.supervisor.is_finished(plan)
+    assert names(first.supervisor.act(first.now, plan)) == []

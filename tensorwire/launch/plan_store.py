@@ -18,11 +18,11 @@ from tensorwire.launch.seats import Event, apply
 _SECONDS_BETWEEN_READS = 1.0
 
 
-class BoardError(RpcError):
+class PlanStoreError(RpcError):
     """The agents of a job cannot read each other's plans."""
 
 
-class Board:
+class PlanStore:
     """The plan of one job, as all of its agents see it.
 
     Args:
@@ -31,7 +31,7 @@ class Board:
 
     Raises:
         RpcError: the store was lost, here and in every method.
-        BoardError: other agents write plans of another version.
+        PlanStoreError: other agents write plans of another version.
     """
 
     def __init__(self, values: KeyValueStore, min_nodes: int) -> None:
@@ -76,7 +76,7 @@ class Board:
         try:
             self._plan = Plan.decode(data)
         except ValueError as error:
-            raise BoardError(
+            raise PlanStoreError(
                 "the job's plan cannot be read: its agents have different versions of TensorWire "
                 f"({error})"
             ) from error

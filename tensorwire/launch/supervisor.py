@@ -1,7 +1,7 @@
 """Decides what one agent does, given the plan and what its processes do. No I/O, no clock.
 
-A round of an agent has two halves. :meth:`Steward.report` turns what was seen into events for
-the plan. When these are in the plan, :meth:`Steward.act` compares it with what runs here and
+A round of an agent has two halves. :meth:`Supervisor.report` turns what was seen into events for
+the plan. When these are in the plan, :meth:`Supervisor.act` compares it with what runs here and
 returns what to do: start, stop, kill, strike off.
 
 An agent that others took for dead finds itself missing in the plan. Its seats may be others'
@@ -116,7 +116,7 @@ class _Running:
     why: str = ""
 
 
-class Steward:
+class Supervisor:
     """One agent's decisions.
 
     Args:
