@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def _find(work: Job, victim: str) -> int:
     if victim == "agent":
         return int(work.agents[0].process.pid or 0)
     found = _processes(work)[victim]
-    return found if isinstance(found, int) else _listener(int(found.rpartition(":")[2]))
+    return found if isinstance(found, int) else _listener(urlsplit(found).port or 0)
 
 
 def _listener(port: int) -> int:

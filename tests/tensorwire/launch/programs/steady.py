@@ -45,6 +45,10 @@ def train(folder: Path, me: str) -> torch.Tensor:
         for _ in range(STEPS)
     ]
     cluster.join()
+    if me == "trainer:0" and not (folder / "pids.json").exists():
+        found = {each.name: rpc.rpc_sync(each.name, os.getpid) for each in rpc.workers()}
+        found["store"] = os.environ.get("RPC_INIT_METHOD", "")
+        note(folder / "pids.json", json.dumps(found))
     while cluster.step < STEPS:
         step = cluster.step
         ids, grad = batches[step]
@@ -62,10 +66,6 @@ def main() -> None:
     rpc.init_rpc(backend=rpc.BackendType.TENSORWIRE)
     folder, me = Path(sys.argv[1]), rpc.get_worker_info().name
     torch.set_num_threads(1)
-    if me == "trainer:0" and not (folder / "pids.json").exists():
-        found = {each.name: rpc.rpc_sync(each.name, os.getpid) for each in rpc.workers()}
-        found["store"] = os.environ["RPC_INIT_METHOD"]
-        note(folder / "pids.json", json.dumps(found))
     rows = train(folder, me)
     torch.save(rows, folder / f"{me}.rows")
     rpc.shutdown()
