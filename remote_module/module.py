@@ -433,7 +433,7 @@ class RemoteModule(_RemoteModule):
             ``torch.manual_seed`` here has no effect on them.
         backup: the name of another worker that keeps a copy of the module's state in memory. It
             has each step of a ``DistributedOptimizer`` before that returns; after the owner's
-            death :meth:`recover` makes the module of it. Default none.
+            death ``recover()`` makes the module of it. Default none.
 
     Raises:
         TypeError: ``module_cls`` cannot be called, or ``seed`` is no whole number.

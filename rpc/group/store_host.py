@@ -81,7 +81,7 @@ def host_store(host: str, port: int, group_key: bytes = b"") -> StoreServer:
             of this machine reach it; if it is a name, it listens at all addresses.
         port: to listen on; 0 for one that is free.
         group_key: who has it may use the closed part, which nobody else can; see
-            :mod:`rpc.group.store_gate`. Default none: there is only the part that is open to all.
+            ``rpc.group.store_gate``. Default none: there is only the part that is open to all.
 
     Returns:
         The store: ``port`` says where it listens, ``tcp_store()`` is torch's client of the open

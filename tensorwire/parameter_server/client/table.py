@@ -35,7 +35,6 @@ class Table:
         name: unique in the cluster.
         dim: columns of a row.
         cluster: where it is.
-        rule: how rows move from now on; changed by schedulers of an optimizer.
         hyper: its hyper-parameters, which travel with each push.
         gradient: of the rows that were used since the last step.
         kind: tables of the same kind are as wide, and travel and are kept at trainers alike.
@@ -74,7 +73,7 @@ class Table:
 
     @property
     def rule(self) -> Rule:
-        """How rows move from now on."""
+        """How rows move from now on; changed by schedulers of an optimizer."""
         return self._rule
 
     @rule.setter
