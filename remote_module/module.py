@@ -8,6 +8,8 @@ RPC. What happens at the module's owner is in ``handlers``; which methods of
 from __future__ import annotations
 
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ from remote_module.remote_device import parse_remote_device
 from remote_module.scripting import scriptable_class
 from rpc import extend
 from rpc.extend import import_remedy, require_arguments
+
+_SECONDS_TO_HEAR: Final = 5.0
+"""For the loss of a worker to become known, of which a call has failed already."""
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -227,7 +232,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         former = getattr(self, "_backup", None)
         if former is None:
             raise ValueError("the module has no backup: make it with RemoteModule(..., backup=...)")
-        if extend.is_living(former.owner):
+        if _lives_on(former.owner):
             raise RuntimeError(f"worker {self.on!r} is living, so its module is where it was")
         if backup is not None:
             _require_backup(backup, former.worker)
@@ -494,3 +499,16 @@ def _dropped(name: str) -> str:
         f"The new attribute ``{name}`` of RemoteModule is ignored during RPC pickling: only "
         f"{', '.join(_REMOTE_MODULE_PICKLED_ATTRIBUTES)} travel."
     )
+
+
+def _lives_on(life: extend.Life) -> bool:
+    """False once it is known that a life is over: a call may fail shortly before that."""
+    deadline, heard = time.monotonic() + _SECONDS_TO_HEAR, threading.Event()
+    forget = extend.on_membership(lambda _: heard.set())
+    try:
+        while extend.is_living(life) and (left := deadline - time.monotonic()) > 0:
+            heard.wait(left)
+            heard.clear()
+    finally:
+        forget()
+    return extend.is_living(life)

@@ -250,9 +250,11 @@ def test_no_other_names_are_public_than_those_that_are_meant_to_be() -> None:
         "metrics",
         "on_membership",
         "options",
+        "progress",
         "rref_proxy",
         "serve",
         "set_event",
+        "slow_phase",
         "tracing",
         "workers",
     ]

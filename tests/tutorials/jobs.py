@@ -66,14 +66,16 @@ class Tutorial:
         assert re.search(pattern, self.output()), self.output()
 
     def workers(self) -> dict[int, int]:
-        """The agent's children that are workers, which it starts in order: process id by number."""
+        """The agent's workers, in the order of their starts: process id by number.
+
+        They come after what else it starts, the last of which ends them if it dies.
+        """
         children = (
             Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()
         )
-        forked = [
-            c for c in children if "orphan_watch.py" not in Path(f"/proc/{c}/cmdline").read_text()
-        ]
-        return {number: int(child) for number, child in enumerate(forked)}
+        commands = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
+        watch = next(n for n, command in enumerate(commands) if "orphan_watch.py" in command)
+        return {number: int(child) for number, child in enumerate(children[watch + 1 :])}
 
 
 @contextmanager

@@ -157,9 +157,8 @@ def end(work: Job, *agents: Agent) -> None:
 
 
 STRUCK_OUT = "agent 1 gives no sign of life; it is struck out"
-RETURNED = (
-    "rpcrun: no sign of life of this agent reached the others, who have struck it out: ps:1, "
-    "trainer:1 end here, as their seats may be others' by now, and it joins again\n",
+RETURNED = (  # which of its workers still run when it hears of that is not the same each time
+    "rpcrun: no sign of life of this agent reached the others, who have struck it out: ",
     "rpcrun: this agent is back in the job\n",
     "rpcrun: ps:1, trainer:1 start again, as lives 2, 2\n",
 )

@@ -15,6 +15,9 @@ import torch
 
 import rpc
 
+_ROOT = str(Path(rpc.__file__).parents[1])
+"""On the path of whoever is forked off a process of the tests."""
+
 
 def _bits() -> str:
     """Of a sum whose order depends on the number of threads."""
@@ -25,7 +28,7 @@ def _bits() -> str:
 if __name__ == "__main__":
     found = {
         "arguments": sys.argv,
-        "path": [sys.path[0], *sorted(set(sys.path[1:]))],
+        "path": [sys.path[0], *sorted(set(sys.path[1:]) - {_ROOT})],
         "file": __file__,
         "is_main": sys.modules["__main__"].__dict__ is globals(),
         "threads": torch.get_num_threads(),
