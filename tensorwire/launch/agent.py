@@ -322,6 +322,7 @@ class RoleAgent(SimpleElasticAgent):
 
     def _round(self) -> Plan:
         now, plan = time.monotonic(), self._plans.read()
+        self._tell_of(plan)  # it may say that this agent is out, and the next one already not
         ended = self._poll()
         events = self._supervisor.report(now, plan, ended, self._silent(plan))
         orphans = [
@@ -336,9 +337,7 @@ class RoleAgent(SimpleElasticAgent):
         for event in events:
             if isinstance(event, Left):
                 _logger.warning("agent %s gives no sign of life; it is struck out", event.node)
-        running = [process.seat.name for process in self._processes.values()]
-        for line in self._chronicle.lines(plan, running):
-            _logger.warning(line)
+        self._tell_of(plan)
         lost = self._lost()
         ending = [each.seat.name for each in self._processes.values() if lost and each.is_ending]
         effects = self._supervisor.act(now, plan, lost, ending)
@@ -353,6 +352,12 @@ class RoleAgent(SimpleElasticAgent):
             for process in self._watch.round(plan, self._processes):
                 process.kill()
         return plan
+
+    def _tell_of(self, plan: Plan) -> None:
+        """Says what of a plan was not said of earlier ones."""
+        running = [process.seat.name for process in self._processes.values()]
+        for line in self._chronicle.lines(plan, running):
+            _logger.warning(line)
 
     def _poll(self) -> list[Ended]:
         found = []
