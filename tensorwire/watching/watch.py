@@ -27,6 +27,8 @@ from tensorwire.watching.views import JobView, NodeView, WorkerView
 _logger = logging.getLogger("rpcrun")
 
 _SECONDS_BETWEEN_LOOKS: Final = 1.0
+_LOOKS_IN_A_BUDGET: Final = 20
+"""Looks for standstills within the least budget; more would ask workers for nothing."""
 _SECONDS_FOR_FACTS: Final = 0.8
 _SECONDS_FOR_STACKS: Final = 5.0
 _SECONDS_A_VIEWER_COUNTS: Final = 5.0
@@ -91,6 +93,7 @@ class JobWatch:
         self._others_at: dict[int, float] = {}
         self._viewed = -_SECONDS_A_VIEWER_COUNTS
         self._standstill = Standstill(policy.least, policy.at_once)
+        self._looks_again = 0.0
         self._alarms: deque[str] = deque(maxlen=_MOST_NEWS)
         self._news: deque[str] = deque(maxlen=_MOST_NEWS)
         self._restarts: set[tuple[str, int]] = set()
@@ -226,8 +229,9 @@ class JobWatch:
     def _run(self) -> None:
         while not self._stop.wait(_SECONDS_BETWEEN_LOOKS):
             try:
-                self._look(fresh=False)
-                for finding in self._standstills():
+                is_due = self._is_due()
+                self._look(fresh=is_due)
+                for finding in self._standstills() if is_due else ():
                     self._alarm(finding)
             except Exception as error:  # the job goes on, watched or not
                 _logger.warning("watching the job failed: %s: %s", type(error).__name__, error)
@@ -236,16 +240,24 @@ class JobWatch:
         """Gathers what is wanted, and tells the other agents."""
         with self._looking:
             wanted = fresh or self._is_wanted()
-            if wanted or self._policy.least:
+            if wanted:
                 self._gather()
             self._meet_others(wanted)
+
+    def _is_due(self) -> bool:
+        """True if standstills are to be looked for now."""
+        now = time.monotonic()
+        if not self._policy.least or now < self._looks_again:
+            return False
+        self._looks_again = now + self._policy.least / _LOOKS_IN_A_BUDGET
+        return True
 
     def _standstills(self) -> list[Finding]:
         """New ones, at the one agent that looks for those of the whole job."""
         with self._lock:
             is_first = all(node.number >= self._node for node in self._seen.nodes)
             workers = self._all_workers()
-        if not self._policy.least or not is_first:
+        if not is_first:
             return []
         return self._standstill.look(time.monotonic(), workers)
 
