@@ -51,18 +51,24 @@ def signalled_elsewhere(
 ) -> Iterator[None]:
     """Sends this process a signal, by ``tgkill``, to another thread than the main one.
 
+    A handler that raises may do so as soon as this is entered: what expects that, such as
+    ``pytest.raises``, goes around this and not into it.
+
     Args:
         number: of the signal.
         when: it is sent once this is true and the main thread sleeps.
     """
+    entered = threading.Event()
 
     def send() -> None:
+        entered.wait(_SECONDS_TO_SLEEP)
         until(lambda: (when is None or when()) and _sleeps(), _SECONDS_TO_SLEEP)
         signal.pthread_kill(threading.get_ident(), number)
 
     other = threading.Thread(target=send)
     other.start()
     try:
+        entered.set()
         yield
     finally:
         other.join()

@@ -57,14 +57,14 @@ def wait_for_input() -> None:
 
 @pytest.mark.parametrize("wait", [wait_for_a_lock, wait_for_input, lambda: time.sleep(SECONDS)])
 def test_any_wait_of_the_main_thread_is_interrupted(wait: Callable[[], None]) -> None:
-    with prompt_signals.prompt_signals(), signalled_elsewhere(), pytest.raises(Heard):
+    with prompt_signals.prompt_signals(), pytest.raises(Heard), signalled_elsewhere():
         wait()
 
 
 def test_signals_that_come_one_after_another_are_all_heard() -> None:
     with prompt_signals.prompt_signals():
         for _ in range(50):
-            with signalled_elsewhere(), pytest.raises(Heard):
+            with pytest.raises(Heard), signalled_elsewhere():
                 wait_for_a_lock()
 
 
@@ -158,11 +158,13 @@ def test_a_forked_child_begins_without_and_can_have_its_own() -> None:
         if child == 0:
             try:
                 is_heard_at_first = prompt_signals.is_heard()
-                with prompt_signals.prompt_signals(), signalled_elsewhere():
-                    try:
-                        wait_for_a_lock()
-                    except Heard:
-                        os._exit(int(is_heard_at_first))
+                with (
+                    prompt_signals.prompt_signals(),
+                    pytest.raises(Heard),
+                    signalled_elsewhere(),
+                ):
+                    wait_for_a_lock()
+                os._exit(int(is_heard_at_first))
             finally:
                 os._exit(2)
         _, status = os.waitpid(child, 0)

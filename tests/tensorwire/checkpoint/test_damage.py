@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -99,8 +99,7 @@ def _loop(path: Path) -> None:
 
 def _socket(path: Path) -> None:
     path.unlink()
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(os.path.relpath(path))
+    os.mknod(path, 0o600 | stat.S_IFSOCK)  # bind takes no path of over 107 bytes
 
 
 @pytest.mark.parametrize("replace", [_pipe, _folder, _device, _sparse, _loop, _socket])
