@@ -13,7 +13,7 @@ version cannot come from an honest store: reading the second one is an error.
 
 A worker that has just come remembers nothing, and takes the first value with a proof for the
 newest. Where the store is not ours, and the value matters, it asks a living member: see
-``member_list`` for what the group itself does.
+``member_list`` for what the group itself does, and the parameter server's ``confirming``.
 """
 
 from __future__ import annotations

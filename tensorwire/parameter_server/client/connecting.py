@@ -20,6 +20,7 @@ from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, C
 from tensorwire.parameter_server.decisions.views import Snapshot, View
 from tensorwire.parameter_server.declarations.arguments import instance, number, whole
 from tensorwire.parameter_server.declarations.spec import TableSpec
+from tensorwire.parameter_server.messaging.confirming import confirmed, known_view
 from tensorwire.parameter_server.messaging.settings import Meeting, settings_of
 from tensorwire.parameter_server.snapshots.contents import Restored
 from tensorwire.parameter_server.snapshots.kept import Keeping
@@ -82,7 +83,7 @@ def connect(
         DeclarationError: there is such a cluster, and it is another, or began otherwise.
         TypeError: an argument is of a wrong kind.
         ValueError: an argument is out of range.
-        TimeoutError: a server did not come.
+        TimeoutError: a server did not come, or no server has confirmed what the store says.
     """
     consistency = BSP() if consistency is None else consistency
     instance("connect", "consistency", consistency, (BSP, SSP, Async), "ps.BSP(), ps.SSP(n) or "
@@ -147,19 +148,26 @@ def _meet(
     timeout: float,
 ) -> View:
     """The view of the cluster; makes the first one if there is none."""
-    meeting = Meeting(worker)
-    view = meeting.view(name)
+    view = Meeting(worker).view(name)
     if view is None:
-        folder, strict = settings["restore"]
+        folder, _ = settings["restore"]
         restored = _checked(folder) if folder else None
         lives = lives_to_come("connect", worker, settings["servers"], timeout)
-        first = views.first(lives, backups, settings)
-        if restored is not None:
-            first = _beginning_with(first, restored, strict)
-        meeting.enter(name)
-        view = meeting.replace(name, None, first)
+        view = known_view(worker, name, lives, timeout)  # somebody may have deleted it
+        view = view or _begun(worker, name, views.first(lives, backups, settings), restored)
+    view = confirmed(worker, name, view, timeout)
     _require_same(view, settings, backups)
     return view
+
+
+def _begun(worker: extend.Worker, name: str, first: View, restored: Restored | None) -> View:
+    """A new cluster with this first view, unless somebody else has made one meanwhile."""
+    if restored is not None:
+        _, strict = first.settings["restore"]
+        first = _beginning_with(first, restored, strict)
+    meeting = Meeting(worker)
+    meeting.enter(name)
+    return meeting.replace(name, None, first)
 
 
 def _checked(folder: str) -> Restored:

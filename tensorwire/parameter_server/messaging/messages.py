@@ -212,6 +212,11 @@ class See:
 
 
 @dataclass(frozen=True, slots=True)
+class LatestView:
+    """A newcomer asks for the view that a server knows; answered with its text, None for none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Poll:
     """A server that would take these lives out of a view asks for a vote.
 

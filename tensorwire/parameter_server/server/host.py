@@ -20,6 +20,7 @@ from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.declarations.arguments import whole
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import Caller
+from tensorwire.parameter_server.messaging.confirming import confirmed
 from tensorwire.parameter_server.messaging.settings import Meeting
 from tensorwire.parameter_server.metrics import text_of
 from tensorwire.parameter_server.server import available
@@ -31,6 +32,7 @@ from tensorwire.parameter_server.server.shard import Call, ShardServer
 
 _logger: Final = logging.getLogger("tensorwire")
 _SECONDS_BETWEEN_TRIES: Final = 0.1
+_SECONDS_TO_CONFIRM: Final = 2.0
 
 
 def host() -> Host:
@@ -213,9 +215,10 @@ class Host:
         """Tells clusters that name this server that it is there; they may have missed it."""
         meeting = Meeting(self.worker)
         for cluster in meeting.clusters():
+            log = extend.WaitLog(time.monotonic())
             while not self._closed.is_set():
                 view = meeting.view(cluster)
-                if view is None or self._is_known(view) or self._arrives(cluster, view):
+                if view is None or self._is_known(view) or self._arrives(cluster, view, log):
                     break
                 self._closed.wait(_SECONDS_BETWEEN_TRIES)
 
@@ -225,7 +228,13 @@ class Host:
         is_meant = named or me.is_of(view.settings.get("role", ""))
         return bool(view.broken) or me in view.servers or not is_meant
 
-    def _arrives(self, cluster: str, view: View) -> bool:
+    def _arrives(self, cluster: str, view: View, log: extend.WaitLog) -> bool:
+        try:
+            view = confirmed(self.worker, cluster, view, _SECONDS_TO_CONFIRM)
+        except TimeoutError as error:
+            if log.is_due(time.monotonic()):
+                _logger.warning("server %r asks again: %s", self.worker.info.name, error)
+            return False
         node = self.node(cluster)
         with node.acting():
             node.see(view)

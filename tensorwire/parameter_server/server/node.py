@@ -397,6 +397,9 @@ class Node:
         self.see(View.decode(message.view))
         call.answer(True)
 
+    def _latest_view(self, call: Call, message: messages.LatestView) -> None:
+        call.answer(None if self.view is None else self.view.encode())
+
     def _take_poll(self, call: Call, message: messages.Poll) -> None:
         """Votes once the suspects are lost to this server, too; looks if they are."""
         view = View.decode(message.view)
@@ -436,6 +439,7 @@ class Node:
         messages.CountOf: _count_of,
         messages.Asking: _asking,
         messages.See: _see,
+        messages.LatestView: _latest_view,
         messages.Poll: _take_poll,
         messages.Describe: _describe,
     }
