@@ -1,22 +1,27 @@
 """The optimizers of tables: how rows move. Each is a row's own, with its state beside the row.
 
 A rule is a frozen dataclass whose fields are its hyper-parameters. ``update`` says in torch what it
-does to the rows that a push touches; rows that are not touched do not change. For the rules here
-there are compiled kernels besides (``storage.updates``), which give the same bits.
+does to the rows that a push touches; rows that are not touched do not change. A rule may bring a
+compiled kernel besides, which gives the same bits: ``kernel`` for the rows of one table, or, as the
+rules here do, ``batch_kernel`` for those of many. ``storage.updates`` calls them.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.declarations.arguments import number
+from tensorwire.parameter_server.kernels.arrays import Floats, Ints
 
 
 class Per(enum.Enum):
@@ -63,6 +68,24 @@ class Rule:
         """
         raise NotImplementedError(f"{type(self).__name__} must define update()")
 
+    def kernel(
+        self, weight: Floats, rows: Ints, grad: Floats, state: Mapping[str, Floats], step: int
+    ) -> None:
+        """Does what :meth:`update` does to rows where they lie, in compiled code. Optional.
+
+        Servers with numba call it for rows in their memory. Rows on a device, and servers without
+        numba, are updated by :meth:`update`; as replicas may differ in that, both must give the
+        same bits. Several threads may call it at a time, for different rows.
+
+        Args:
+            weight: all rows of a table, ``(room, dim)``, float32.
+            rows: the numbers of the rows to move, all different, int64.
+            grad: a gradient for each of these, ``(len(rows), dim)``; stays as it is.
+            state: of all rows, by name, ``(room, dim)`` or ``(room, 1)``, float32.
+            step: how often the table was updated, this time included.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no kernel()")
+
     def hyper(self) -> tuple[float, ...]:
         """The values of the fields, which travel with each push."""
         values: list[float] = []
@@ -84,8 +107,74 @@ class Rule:
         return type(self)(**given)
 
 
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """Rows of tables that move alike, those of one table after those of another.
+
+    Args:
+        weights: the address of each table's column of weights.
+        state: by name, the addresses of the columns of state.
+        rows: which rows; all different within a table.
+        ends: where each table's rows end.
+        grad: a gradient for each row; it stays as it is.
+    """
+
+    weights: Ints
+    state: Mapping[str, Ints]
+    rows: Ints
+    ends: Ints
+    grad: Floats
+
+    def room(self, begin: int, end: int) -> Floats:
+        """Scratch memory for the rows of a range."""
+        room: Floats = np.empty((end - begin, self.grad.shape[1]), np.float32)
+        return room
+
+
+class BatchedRule(Rule):
+    """A rule that has a kernel for the rows of several tables in one call."""
+
+    def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
+        """Moves a range of rows where they lie.
+
+        Args:
+            k: ``kernels.numba_updates``.
+            t: the rows.
+            begin: only from this one on.
+            end: only up to this one.
+            step: how often each of the tables was updated, this time included.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define batch_kernel()")
+
+
+class Kernel(enum.Enum):
+    """The compiled code that a rule brings."""
+
+    NONE = "none"
+    OF_ONE = "kernel"
+    OF_MANY = "batch_kernel"
+
+
+@functools.cache
+def kernel_of(kind: type) -> Kernel:
+    """The kernel of a class of rules: none of a base whose ``update`` the class overrides."""
+    for base in kind.__mro__:
+        for kernel in (Kernel.OF_MANY, Kernel.OF_ONE):
+            if kernel.value in vars(base):
+                return kernel
+        if "update" in vars(base):
+            break
+    return Kernel.NONE
+
+
+def _roots(values: Floats) -> Floats:
+    """Square roots as torch takes them, in place."""
+    torch.from_numpy(values).sqrt_()
+    return values
+
+
 @dataclass(frozen=True)
-class SGD(Rule):
+class SGD(BatchedRule):
     """``torch.optim.SGD``, row by row.
 
     Args:
@@ -121,9 +210,18 @@ class SGD(Rule):
             grad = grad.add(buffer, alpha=self.momentum) if self.nesterov else buffer
         weight.add_(grad, alpha=-self.lr)
 
+    def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
+        """See :class:`BatchedRule`."""
+        rows = t.rows, t.ends, begin, end, t.grad
+        if self.momentum:
+            hyper = self.lr, self.momentum, self.nesterov, self.weight_decay
+            k.momentum(t.weights, t.state["momentum"], *rows, *hyper)
+        else:
+            k.sgd(t.weights, *rows, self.lr, self.weight_decay)
+
 
 @dataclass(frozen=True)
-class Adagrad(Rule):
+class Adagrad(BatchedRule):
     """``torch.optim.Adagrad``, row by row.
 
     Args:
@@ -161,9 +259,17 @@ class Adagrad(Rule):
         total = state["sum"].addcmul_(grad, grad, value=1)
         weight.addcdiv_(grad, total.sqrt().add_(self.eps), value=-self.rate(step))
 
+    def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
+        """See :class:`BatchedRule`."""
+        rows = t.rows, t.ends, begin, end, t.grad
+        under = t.room(begin, end)
+        k.adagrad_sums(t.weights, t.state["sum"], *rows, self.weight_decay, under)
+        hyper = self.rate(step), self.eps, self.weight_decay
+        k.adagrad_step(t.weights, *rows, _roots(under), *hyper)
+
 
 @dataclass(frozen=True)
-class RowwiseAdagrad(Rule):
+class RowwiseAdagrad(BatchedRule):
     """Adagrad with one sum for each row: the mean of its squared gradients. Takes little memory.
 
     Args:
@@ -195,9 +301,17 @@ class RowwiseAdagrad(Rule):
         steps = self.steps(sums).expand_as(grad).contiguous()
         weight.addcmul_(grad, steps, value=-1)
 
+    def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
+        """See :class:`BatchedRule`."""
+        rows = t.rows, t.ends, begin, end
+        squares: Floats = np.empty(end - begin, np.float32)
+        k.square_sums(t.grad[begin:end], squares)
+        k.rowwise_sums(t.state["sum"], *rows, squares, t.grad.shape[1])
+        k.rowwise_step(t.weights, *rows, t.grad, self.steps(torch.from_numpy(squares)).numpy())
+
 
 @dataclass(frozen=True)
-class Adam(Rule):
+class Adam(BatchedRule):
     """``torch.optim.SparseAdam``: Adam for the rows that a push touches.
 
     Args:
@@ -234,9 +348,17 @@ class Adam(Rule):
         moved = mean.div(square.sqrt().add_(self.eps))
         weight.add_(-self.size(step) * moved)
 
+    def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
+        """See :class:`BatchedRule`."""
+        one, two = self.betas
+        rows = t.rows, t.ends, begin, end
+        mean, under = t.state["mean"], t.room(begin, end)
+        k.adam_moments(mean, t.state["square"], *rows, t.grad, 1 - one, 1 - two, under)
+        k.adam_step(t.weights, mean, *rows, _roots(under), self.size(step), self.eps)
+
 
 @dataclass(frozen=True)
-class FTRL(Rule):
+class FTRL(BatchedRule):
     """Follow the regularized leader, proximal: rows that are not needed become exactly zero.
 
     Args:
@@ -270,3 +392,11 @@ class FTRL(Rule):
         pull = torch.where(linear > 0, self.l1, -self.l1).to(linear.dtype)
         moved = (pull - linear) / ((self.beta + new) / self.lr + self.l2)
         weight.copy_(torch.where(linear.abs() <= self.l1, torch.zeros_like(moved), moved))
+
+    def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
+        """See :class:`BatchedRule`."""
+        rows = t.rows, t.ends, begin, end, t.grad
+        old, new = t.room(begin, end), t.room(begin, end)
+        k.ftrl_sums(t.state["sum"], *rows, old, new)
+        hyper = self.lr, self.l1, self.l2, self.beta
+        k.ftrl_step(t.weights, t.state["linear"], *rows, _roots(old), _roots(new), *hyper)

@@ -1,4 +1,4 @@
-"""One shard's share of a table: rows, their state, an index; who may come in and who must leave.
+"""One shard's share of a table: ids, who may come in and who must leave, over a store of rows.
 
 Rows are numbered from 0 without gaps: when rows go, the last ones take their numbers. A pull
 changes nothing. Not for several threads at a time.
@@ -13,18 +13,17 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tensorwire.parameter_server.declarations.rules import Per, Rule
-from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
+from tensorwire.parameter_server.declarations.rules import Rule
+from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints, Slots
-from tensorwire.parameter_server.kernels.sharing import divide
-from tensorwire.parameter_server.rows.device_memory import DeviceColumn
 from tensorwire.parameter_server.rows.index import Index
 from tensorwire.parameter_server.rows.memory import Column
-from tensorwire.parameter_server.storage import updates
 from tensorwire.parameter_server.storage.candidates import Candidates
 from tensorwire.parameter_server.storage.frozen import Frozen
+from tensorwire.parameter_server.storage.row_store import HostRows, store_for
 
 _SWEEPS: Final = 8
 """The number of searches for rows that are too old while one row grows too old."""
@@ -58,7 +57,7 @@ class Rows:
 
     __slots__ = ("columns", "ids")
 
-    def __init__(self, ids: Ints, columns: dict[str, Any]) -> None:
+    def __init__(self, ids: Ints, columns: dict[str, NDArray[Any]]) -> None:
         self.ids = ids
         self.columns = columns
 
@@ -70,7 +69,7 @@ class Table:
         spec: what the table is.
         kernels: see ``kernels``.
         device: where float32 rows and their state are; None for the host's memory. The index,
-            and rows of 16 bits, are always there.
+            and rows of 16 bits, are always in the host's memory.
 
     Attributes:
         rule: how rows move from now on; set by :meth:`set_hyper`.
@@ -78,10 +77,9 @@ class Table:
         steps: how often the table was updated.
         layout: changes when rows get other numbers.
         index: where the row of each id is.
-        weight: the rows.
-        state: their state, by name.
-        is_plain: whether rows are float32 in the host's memory, every id gets one, and none
-            leaves: what ``storage.tables`` does for many tables in one go.
+        store: the rows and their state.
+        plain: the store if rows are float32 in the host's memory, every id gets one, and none
+            leaves: such tables ``storage.tables`` reads and moves together. Else None.
         row_bytes: the bytes that one more row takes, with its place in the index.
     """
 
@@ -98,27 +96,15 @@ class Table:
         self._k = kernels
         self.index = Index(kernels)
         self._ids = Column(np.int64, 1)
-        half = spec.precision is not Precision.FLOAT32
-        self._device = None if half else device
-        self.weight: Any = Column(np.uint16, spec.dim) if half else self._column(spec.dim)
-        self.state = {
-            name: self._column(spec.dim if per is Per.COLUMN else 1)
-            for name, per in spec.rule.state.items()
-        }
+        self.store = store_for(spec, kernels, device)
         self._touched = Column(np.int64, 1) if spec.evict else None
         self._candidates = Candidates(spec.admit.pushes, kernels) if spec.admit else None
         self.swept = 0
         self._frozen: list[Frozen] = []
-        is_here = not half and self._device is None
-        self.is_plain = is_here and spec.admit is None and spec.evict is None
-        columns = self.columns().values()
-        self._width = sum(int(column.dtype.itemsize * column.width) for column in columns)
+        has_all = spec.admit is None and spec.evict is None
+        self.plain = self.store if has_all and isinstance(self.store, HostRows) else None
+        self._width = self.store.row_bytes + 8 + (8 if spec.evict else 0)
         self.row_bytes = self._width + 32
-
-    def _column(self, width: int) -> Any:
-        if self._device is not None:
-            return DeviceColumn(width, self._device)
-        return Column(np.float32, width)
 
     def __len__(self) -> int:
         return self.index.count
@@ -130,20 +116,12 @@ class Table:
         waiting = self._candidates.bytes if self._candidates else 0
         return rows + self.index.bytes + waiting
 
-    def columns(self) -> dict[str, Any]:
-        """Everything that is kept for each row, by name."""
-        found: dict[str, Any] = {"ids": self._ids, "weight": self.weight}
-        found |= {f"state.{name}": column for name, column in self.state.items()}
-        if self._touched is not None:
-            found["touched"] = self._touched
-        return found
-
     # --- reading
 
     def pull(self, ids: Ints, out: Floats, time: int) -> Places:
         """Writes the row of each id into ``out``: as it is, or as it would begin."""
         rows = self._find(ids, time)
-        self._read(rows, out)
+        self.store.read(rows, out)
         self.fill(rows, ids, out)
         return Places(rows, self.layout)
 
@@ -173,22 +151,6 @@ class Table:
         touched = self._touched.rows[np.maximum(rows, 0), 0]
         return (rows >= 0) & (time - touched >= self.spec.evict.steps)
 
-    def _read(self, rows: Ints, out: Floats) -> None:
-        if self.weight.dtype == np.float32 and self._device is None:
-            k, source = self._k, self.weight.rows
-            divide(len(rows), out.nbytes, lambda a, b: k.gather(source, rows[a:b], out[a:b]))
-            return
-        there = rows >= 0
-        if self._device is not None:
-            out[there] = self.weight.rows[rows[there]]
-            return
-        bits = torch.from_numpy(self.weight.rows[rows[there]].view(np.int16))
-        out[there] = bits.view(self._half()).float().numpy()
-
-    def _half(self) -> torch.dtype:
-        is_short = self.spec.precision is Precision.BFLOAT16
-        return torch.bfloat16 if is_short else torch.float16
-
     # --- changing
 
     def apply(self, parts: Sequence[Part], time: int, share: float | None = None) -> None:
@@ -207,7 +169,7 @@ class Table:
             ids, grad, places = self._admitted(ids, grad, counts, time)
         rows = self.rows_for(ids, places, time - 1)
         self.save_before(rows)
-        self._update(rows, ids, grad)
+        self.store.update(rows, ids, grad, self.rule, self.steps)
         if self._touched is not None:
             self._touched.rows[rows, 0] = time
             self._sweep(time)
@@ -278,63 +240,26 @@ class Table:
         new = self.index.find(ids) < 0
         ids, values = ids[new], np.ascontiguousarray(values[new])
         rows = self.rows_for(ids, None, self.swept)
-        self._write(rows, ids, values)
+        self.store.write(rows, ids, values, self.steps)
         if self._touched is not None:
             self._touched.rows[rows, 0] = self.swept
 
-    def _write(self, rows: Ints, ids: Ints, values: Floats) -> None:
-        if self._device is not None:
-            self.weight.rows[rows] = values
-        elif self.weight.dtype == np.float32:
-            self._k.scatter(values, rows, self.weight.rows)
-        else:
-            self._write_half(rows, ids, values)
-
     def _begin(self, rows: Ints, ids: Ints) -> None:
         """Gives rows their initial values."""
-        for column in self.columns().values():
-            column.reserve(len(self))
+        self._reserve()
         self._ids.rows[rows, 0] = ids
-        if self.weight.dtype == np.float32 and self._device is None:
-            self.spec.init.fill(self.weight.rows, rows, ids)
-        else:
-            values: Floats = np.empty((len(rows), self.spec.dim), np.float32)
-            self.spec.init.fill(values, np.arange(len(rows)), ids)
-            if self._device is None:
-                self._write_half(rows, ids, values)
-            else:
-                self.weight.rows[rows] = values
-        for name, column in self.state.items():
-            column.rows[rows] = self.rule.initial(name)
+        self.store.begin(rows, ids, self.rule, self.steps)
 
-    def _update(self, rows: Ints, ids: Ints, grad: Floats) -> None:
-        if self._device is not None:
-            updates.apply_on_device(self.rule, self.weight, self.state, rows, grad, self.steps)
-            return
-        state = {name: column.rows for name, column in self.state.items()}
-        if self.weight.dtype == np.float32:
-            weight = self.weight.rows
-            updates.apply(self._k, self.rule, weight, state, rows, grad, self.steps)
-            return
-        values: Floats = np.empty((len(rows), self.spec.dim), np.float32)
-        self._read(rows, values)
-        taken = {name: column[rows] for name, column in state.items()}
-        every = np.arange(len(rows))
-        updates.apply(self._k, self.rule, values, taken, every, grad, self.steps)
-        for name, column in taken.items():
-            state[name][rows] = column
-        self._write_half(rows, ids, values)
-
-    def _write_half(self, rows: Ints, ids: Ints, values: Floats) -> None:
-        bits = np.empty(values.shape, np.uint16)
-        short = self.spec.precision is Precision.BFLOAT16
-        shorten = self._k.to_bfloat16 if short else self._k.to_float16
-        shorten(values, ids, getattr(self.spec.init, "seed", 0), self.steps, bits)
-        self.weight.rows[rows] = bits
+    def _reserve(self) -> None:
+        """Makes room for the rows that the index has numbered."""
+        count = len(self)
+        self.store.reserve(count)
+        for column in self._own_columns():
+            column.reserve(count)
 
     def redeclare(self, spec: TableSpec) -> None:
         """Becomes the table of a declaration that keeps the same columns."""
-        self.spec = spec
+        self.spec = self.store.spec = spec
         self.set_hyper(spec.rule)
         if spec.admit is not None and self._candidates is not None:
             self._candidates.enough = spec.admit.pushes
@@ -380,6 +305,10 @@ class Table:
         if self._candidates is not None:
             self._candidates.forget(time - self.spec.evict.steps)
 
+    def _own_columns(self) -> tuple[Column, ...]:
+        """What the table itself keeps for each row."""
+        return (self._ids,) if self._touched is None else (self._ids, self._touched)
+
     def remove(self, rows: Ints) -> None:
         """Removes rows, all different; the last ones take their numbers."""
         if not len(rows):
@@ -392,7 +321,9 @@ class Table:
         self.save_before(np.concatenate([rows, moving]))
         self.index.remove(self._ids.rows[rows, 0].copy())
         moved = self._ids.rows[moving, 0].copy()
-        for column in self.columns().values():
+        self.store.move(moving, holes)
+        self.store.release(left)
+        for column in self._own_columns():
             column.rows[holes] = column.rows[moving]
             column.release(left)
         self.index.renumber(moved, holes, left)
@@ -412,19 +343,20 @@ class Table:
 
     def taken(self, rows: Ints) -> Rows:
         """A copy of some rows."""
-        columns = {name: column.rows[rows] for name, column in self.columns().items()}
-        return Rows(columns.pop("ids")[:, 0], columns)
+        columns = self.store.take(rows)
+        if self._touched is not None:
+            columns["touched"] = self._touched.rows[rows]
+        return Rows(self._ids.rows[rows, 0], columns)
 
     def enter(self, rows: Rows) -> None:
         """Takes rows in that were another table's."""
         places = self.index.upsert(rows.ids)
-        for column in self.columns().values():
-            column.reserve(len(self))
+        self._reserve()
         self.save_before(places)
         self._ids.rows[places, 0] = rows.ids
-        for name, column in self.columns().items():
-            if name in rows.columns:
-                column.rows[places] = rows.columns[name]
+        self.store.put(places, rows.columns)
+        if self._touched is not None and "touched" in rows.columns:
+            self._touched.rows[places] = rows.columns["touched"]
 
     def take_candidates(self, slots: Any) -> tuple[Ints, Ints, Ints] | None:
         """Ids in marked slots that wait for a row, with their counts; they are no more here."""
@@ -471,5 +403,5 @@ class Table:
         """All ids and rows, for tests and small tables."""
         rows = np.arange(len(self))
         out: Floats = np.empty((len(self), self.spec.dim), np.float32)
-        self._read(rows, out)
+        self.store.read(rows, out)
         return torch.from_numpy(self._ids.rows[: len(self), 0].copy()), torch.from_numpy(out)

@@ -2,7 +2,7 @@
 
 A gather, an update and a look at the indexes are one call of a kernel each, for any number of
 tables. Tables that are kept otherwise (16 bits, on a device, with admission or eviction, under a
-rule that has no kernel) take part too, one after the other.
+rule that has no kernel for several tables) take part too, one after the other.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import attrgetter
 from types import ModuleType
 
 import numpy as np
 
+from tensorwire.parameter_server.declarations.rules import Kernel, Touched, kernel_of
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints, Slots
 from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.storage import updates
+from tensorwire.parameter_server.storage.row_store import HostRows
 from tensorwire.parameter_server.storage.table import Part, Places, Table
-
-_is_plain = attrgetter("is_plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +77,12 @@ def pull(
     ends = [0, *accumulate(sizes)]
     layouts = [table.layout for table in tables]
     rows = np.empty(len(ids), np.int64)
-    if k.UPDATES is None or len(tables) == 1 or not all(map(_is_plain, tables)):
+    plain = [table.plain for table in tables if table.plain is not None]
+    if k.UPDATES is None or len(tables) == 1 or len(plain) < len(tables):
         for begin, end, table in zip(ends, ends[1:], tables, strict=False):
             rows[begin:end] = table.pull(ids[begin:end], out[begin:end], time).rows
         return ManyPlaces(rows, layouts)
-    _read(k, tables, np.array(ends[1:]), ids, rows, out)
+    _read(k, tables, plain, np.array(ends[1:]), ids, rows, out)
     absent = np.searchsorted(ends[1:], np.flatnonzero(rows < 0), "right")
     for place in np.unique(absent).tolist():
         begin, end = ends[place], ends[place + 1]
@@ -91,12 +91,13 @@ def pull(
 
 
 def _read(
-    k: ModuleType, tables: Sequence[Table], ends: Ints, ids: Ints, rows: Ints, out: Floats
-) -> None:
+    k: ModuleType, tables: Sequence[Table], stores: Sequence[HostRows],
+    ends: Ints, ids: Ints, rows: Ints, out: Floats,
+) -> None:  # fmt: skip
     """Finds the rows of ids, and copies those that are there."""
     indexes = np.array([table.index.address for table in tables])
     k.find_many(indexes, np.array([table.index.size for table in tables]), ids, ends, rows)
-    columns = np.array([table.weight.address for table in tables])
+    columns = np.array([store.weight.address for store in stores])
     divide(len(rows), out.nbytes, lambda a, b: k.gather_many(columns, rows, ends, a, b, out))
 
 
@@ -113,8 +114,8 @@ def apply(
         time: steps of the fastest trainer, this one included.
         share: what the sums of gradients are divided by; None for nothing.
     """
-    alike = all(map(_is_plain, tables))
-    if len(tables) == 1 or not alike or not _are_compiled(k, tables):
+    plain = [table.plain for table in tables if table.plain is not None]
+    if len(tables) == 1 or len(plain) < len(tables) or not _are_batched(k, tables):
         for place, table in enumerate(tables):
             table.apply([part.of(place) for part in parts], time, share)
         return
@@ -126,21 +127,22 @@ def apply(
         table.steps += 1
     for first, last in _runs(tables):
         begin = ends[first - 1] if first else 0
-        run, own = tables[first:last], slice(begin, ends[last - 1])
+        run, own = plain[first:last], slice(begin, ends[last - 1])
         state = {
-            name: np.array([table.state[name].address for table in run]) for name in run[0].state
+            name: np.array([store.state[name].address for store in run]) for name in run[0].state
         }
-        weights = np.array([table.weight.address for table in run])
+        weights = np.array([store.weight.address for store in run])
         theirs = np.array(ends[first:last]) - begin
-        touched = updates.Touched(weights, state, rows[own], theirs, grad[own])
-        updates.apply_many(k, run[0].rule, touched, run[0].steps)
+        touched = Touched(weights, state, rows[own], theirs, grad[own])
+        updates.apply_many(k, tables[first].rule, touched, tables[first].steps)
 
 
-def _are_compiled(k: ModuleType, tables: Sequence[Table]) -> bool:
+def _are_batched(k: ModuleType, tables: Sequence[Table]) -> bool:
+    """True if the rules of all have kernels for several tables."""
     if k.UPDATES is None:
         return False
-    kinds = {type(table.rule): table.rule for table in tables}
-    return all(updates.is_compiled(k, rule) for rule in kinds.values())
+    kinds: set[type] = {type(table.rule) for table in tables}
+    return {kernel_of(kind) for kind in kinds} == {Kernel.OF_MANY}
 
 
 def _runs(tables: Sequence[Table]) -> Iterator[tuple[int, int]]:

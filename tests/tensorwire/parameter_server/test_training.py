@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,8 @@ def _columns_in_one_process(rule: ps.Rule) -> dict[str, Tensor]:
             parts.append(Part(unique.numpy(), sums.numpy()))
         table.apply(parts, time, share=2)  # the mean, as under BSP
     order = torch.argsort(table.all()[0])
-    found = {name: torch.from_numpy(column.rows) for name, column in table.columns().items()}
-    return {name: rows[: len(table)][order] for name, rows in found.items() if name != "ids"}
+    found = table.taken(np.arange(len(table))).columns
+    return {name: torch.from_numpy(rows)[order] for name, rows in found.items()}
 
 
 def test_rows_and_state_of_any_number_of_servers_are_those_of_one_process(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from tensorwire.parameter_server import kernels
 from tensorwire.parameter_server.declarations import rules
 from tensorwire.parameter_server.declarations.initialisers import Constant, Normal
-from tensorwire.parameter_server.declarations.rules import Per, Rule
-from tensorwire.parameter_server.declarations.spec import TableSpec
+from tensorwire.parameter_server.declarations.rules import Kernel, Per, Rule, kernel_of
+from tensorwire.parameter_server.declarations.spec import Precision, TableSpec, decode
+from tensorwire.parameter_server.kernels.arrays import Floats, Ints
+from tensorwire.parameter_server.storage import tables
 from tensorwire.parameter_server.storage.table import Part, Table
 
 ROWS, DIM, STEPS = 40, 33, 200
@@ -46,13 +48,24 @@ def summed(k, ids: np.ndarray, grad: Tensor) -> Part:
     return Part(unique[:count].copy(), out)
 
 
-def table_after(k, rule: Rule, made: list[Batch]) -> tuple[Table, Tensor]:
-    table = Table(TableSpec("t", DIM, rule, Normal(0.1, seed=4)), k)
+def table_after(
+    k, rule: Rule, made: list[Batch], precision: Precision = Precision.FLOAT32
+) -> tuple[Table, Tensor]:
+    table = Table(TableSpec("t", DIM, rule, Normal(0.1, seed=4), precision=precision), k)
     for time, (ids, grad) in enumerate(made, 1):
         table.apply([summed(k, ids, grad)], time)
     out = np.empty((ROWS, DIM), np.float32)
     table.pull(np.arange(ROWS), out, STEPS)
     return table, torch.from_numpy(out)
+
+
+def assert_equal(first: Table, second: Table) -> None:
+    """The rows of both, and their state, are the same."""
+    one, other = (table.taken(np.arange(len(table))) for table in (first, second))
+    assert np.array_equal(one.ids, other.ids)
+    assert one.columns.keys() == other.columns.keys()
+    for name, values in one.columns.items():
+        assert np.array_equal(values, other.columns[name]), name
 
 
 def embedding_after(
@@ -129,8 +142,7 @@ def test_compiled_kernels_and_torch_give_the_same_rows_and_state(rule: Rule) -> 
     made = batches(everything=False)[: STEPS // 4]
     (first, rows), (second, others) = (table_after(k, rule, made) for k in BOTH)
     assert torch.equal(rows, others)
-    for name, column in first.columns().items():
-        assert (column.rows[: len(first)] == second.columns()[name].rows[: len(second)]).all()
+    assert_equal(first, second)
 
 
 def test_rowwise_adagrad_keeps_the_mean_of_squares() -> None:
@@ -187,8 +199,86 @@ def test_a_rule_of_the_user_s_own_moves_rows() -> None:
     table = Table(TableSpec("t", 2, Lion(0.5), Constant(1.0)), BOTH[0])
     table.apply([Part(np.array([7]), np.array([[3.0, -2.0]], np.float32))], 1)
     assert table.all()[1].tolist() == [[0.5, 1.5]]
-    mean = table.columns()["state.mean"].rows[:1]
+    mean = table.taken(np.array([0])).columns["state.mean"]
     assert mean == pytest.approx(np.array([[0.3, -0.2]]))
+
+
+@dataclass(frozen=True)
+class Drift(Rule):
+    """Moves rows by their gradient and by half of their last move; counts its kernel's calls."""
+
+    lr: float
+    calls: ClassVar[list[int]] = []
+
+    state: ClassVar[Mapping[str, Per]] = {"last": Per.COLUMN, "count": Per.ROW}
+
+    def update(self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], step: int) -> None:
+        state["count"] += step
+        last = state["last"].mul_(0.5).add_(grad * self.lr)
+        weight.sub_(last)
+
+    def kernel(
+        self, weight: Floats, rows: Ints, grad: Floats, state: Mapping[str, Floats], step: int
+    ) -> None:
+        self.calls.append(len(rows))
+        last, count, lr = state["last"], state["count"], np.float32(self.lr)
+        for row, slope in zip(rows.tolist(), grad, strict=True):
+            count[row] += np.float32(step)
+            last[row] = last[row] * np.float32(0.5) + slope * lr
+            weight[row] -= last[row]
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_a_kernel_of_the_user_s_own_rule_is_used_and_gives_what_its_torch_code_gives(
+    precision: Precision,
+) -> None:
+    made = batches(everything=False)[:20]
+    Drift.calls.clear()
+    first, _ = table_after(BOTH[0], Drift(0.1), made, precision)
+    assert len(Drift.calls) == 20
+    second, _ = table_after(BOTH[1], Drift(0.1), made, precision)
+    assert len(Drift.calls) == 20  # without numba, torch's code is used
+    assert_equal(first, second)
+
+
+def test_a_rule_keeps_its_kernel_on_the_way_to_a_server() -> None:
+    """Classes of the user's program travel by value."""
+    spec = TableSpec("t", 2, Drift(0.5), Constant(1.0))
+    table = Table(decode(spec.encode()), BOTH[0])
+    assert kernel_of(type(table.rule)) is Kernel.OF_ONE
+    table.apply([Part(np.array([7]), np.array([[3.0, -2.0]], np.float32))], 1)
+    assert table.all()[1].tolist() == [[-0.5, 2.0]]
+
+
+def test_many_tables_whose_rule_has_a_kernel_for_one_are_moved_one_after_the_other() -> None:
+    specs = [TableSpec(name, 2, Drift(0.5), Constant(1.0)) for name in ("a", "b")]
+    made = [Table(spec, BOTH[0]) for spec in specs]
+    grad = np.array([[3.0, -2.0], [1.0, 1.0]], np.float32)
+    Drift.calls.clear()
+    tables.apply(BOTH[0], made, [tables.ManyParts((1, 1), np.array([7, 7]), grad)], 1)
+    assert [table.all()[1].tolist() for table in made] == [[[-0.5, 2.0]], [[0.5, 0.5]]]
+    assert Drift.calls == [1, 1]
+
+
+def test_a_rule_that_overrides_update_leaves_the_kernel_of_its_base() -> None:
+    @dataclass(frozen=True)
+    class Uphill(rules.SGD):
+        def update(
+            self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], step: int
+        ) -> None:
+            weight.add_(grad, alpha=self.lr)
+
+    @dataclass(frozen=True)
+    class Renamed(rules.SGD):
+        pass
+
+    kinds = [Uphill, Renamed, Lion, Drift, rules.SGD]
+    assert [kernel_of(kind) for kind in kinds] == [
+        Kernel.NONE, Kernel.OF_MANY, Kernel.NONE, Kernel.OF_ONE, Kernel.OF_MANY
+    ]  # fmt: skip
+    table = Table(TableSpec("t", 2, Uphill(0.5), Constant(1.0)), BOTH[0])
+    table.apply([Part(np.array([7]), np.array([[3.0, -2.0]], np.float32))], 1)
+    assert table.all()[1].tolist() == [[2.5, 0.0]]
 
 
 def test_hyper_parameters_travel_as_numbers() -> None:
