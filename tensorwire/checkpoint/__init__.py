@@ -2,9 +2,12 @@
 
 :func:`save` and :func:`load` take a program's whole state. On disk a checkpoint is a folder of
 safetensors files and a JSON manifest; :mod:`~tensorwire.checkpoint.files` is the one writer and
-reader of it, which the parameter server's snapshots use as well.
+reader of it, which the parameter server's snapshots use as well. A chain (:class:`Chain`) is a
+folder of versions, each whole or the changes since the one before.
 """
 
+from tensorwire.checkpoint.chain import Chain, Kind, Version, VersionFile
+from tensorwire.checkpoint.chain_writer import ChainWriter
 from tensorwire.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -19,10 +22,13 @@ from tensorwire.checkpoint.loading import Stateful
 from tensorwire.checkpoint.saving import Saving, load, save, save_in_background
 
 __all__ = [
+    "Chain",
+    "ChainWriter",
     "Checkpoint",
     "CheckpointError",
     "DamagedCheckpointError",
     "Draft",
+    "Kind",
     "MismatchError",
     "NoCheckpointError",
     "NotSavedError",
@@ -31,6 +37,8 @@ __all__ = [
     "Stateful",
     "UnsafeCheckpointError",
     "UnsavableValueError",
+    "Version",
+    "VersionFile",
     "complete",
     "latest",
     "load",

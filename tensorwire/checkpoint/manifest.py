@@ -95,7 +95,7 @@ def dump_part(part: PartManifest) -> str:
     Raises:
         UnsavableValueError: ``part.meta`` is not plain JSON data.
     """
-    return _dump({"format": FORMAT, "version": VERSION, **_plain(part)})
+    return dumped({"format": FORMAT, "version": VERSION, **_plain(part)})
 
 
 def dump(manifest: Manifest) -> str:
@@ -106,7 +106,7 @@ def dump(manifest: Manifest) -> str:
     """
     parts = {name: _plain(part) for name, part in manifest.parts.items()}
     head = {"format": FORMAT, "version": VERSION, "sequence": manifest.sequence}
-    return _dump({**head, "meta": dict(manifest.meta), "parts": parts})
+    return dumped({**head, "meta": dict(manifest.meta), "parts": parts})
 
 
 def load_part(text: bytes, where: str) -> PartManifest:
@@ -115,7 +115,7 @@ def load_part(text: bytes, where: str) -> PartManifest:
     Raises:
         DamagedCheckpointError: the text is no such manifest.
     """
-    return _part(_document(text, where), where)
+    return _part(unsealed(text, where, FORMAT, VERSION), where)
 
 
 def load(text: bytes, where: str) -> Manifest:
@@ -124,14 +124,14 @@ def load(text: bytes, where: str) -> Manifest:
     Raises:
         DamagedCheckpointError: the text is no such manifest.
     """
-    document = _document(text, where)
+    document = unsealed(text, where, FORMAT, VERSION)
     parts = {
-        name: _part(_typed(part, dict, f"parts[{name!r}]", where), where)
-        for name, part in _field(document, "parts", dict, where).items()
+        name: _part(typed(part, dict, f"parts[{name!r}]", where), where)
+        for name, part in field(document, "parts", dict, where).items()
     }
     shards = [shard for part in parts.values() for shard in part.shards]
-    _require(len(shards) == len(set(shards)), "two parts have one shard", where)
-    sequence = _count(document.get("sequence"), "sequence", where)
+    require(len(shards) == len(set(shards)), "two parts have one shard", where)
+    sequence = count(document.get("sequence"), "sequence", where)
     return Manifest(sequence, _meta(document, where), MappingProxyType(parts))
 
 
@@ -140,12 +140,17 @@ def _plain(part: PartManifest) -> dict[str, Any]:
     return {"meta": dict(part.meta), "shards": dict(part.shards), "tensors": tensors}
 
 
-def _dump(document: dict[str, Any]) -> str:
+def dumped(document: dict[str, Any], name: str = "meta") -> str:
+    """JSON text of an object with its own checksum; ``name`` is that of the user's data in it.
+
+    Raises:
+        UnsavableValueError: it is not plain JSON data, or more than is read again.
+    """
     try:
         text = json.dumps(document, allow_nan=False, indent=1)
         _refuse_unreadable(text.encode())
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnsavableValueError(f"meta must be plain JSON data: {error}") from None
+        raise UnsavableValueError(f"{name} must be plain JSON data: {error}") from None
     return sealed(text)
 
 
@@ -166,14 +171,20 @@ def _refuse_unreadable(text: bytes) -> None:
         )
 
 
-def _document(text: bytes, where: str) -> dict[str, Any]:
+def unsealed(text: bytes, where: str, form: str, version: int) -> dict[str, Any]:
+    """The object of JSON text that :func:`sealed` made; ``where`` names the file in errors.
+
+    Raises:
+        DamagedCheckpointError: the text is of another ``form`` (``"format"``) or ``version``, or
+            does not fit its checksum.
+    """
     seal = _SEAL.search(text, max(0, len(text) - 512))
     document = parse(text, where)
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise DamagedCheckpointError(f"{where} is not a manifest of format {FORMAT!r}")
-    if document.get("version") != VERSION:
+    if not isinstance(document, dict) or document.get("format") != form:
+        raise DamagedCheckpointError(f"{where} is not a manifest of format {form!r}")
+    if document.get("version") != version:
         raise DamagedCheckpointError(
-            f"{where} has version {_shown(document.get('version'))}, this release reads {VERSION}"
+            f"{where} has version {_shown(document.get('version'))}, this release reads {version}"
         )
     if seal is None or not fits(seal[1].decode(errors="replace"), memoryview(text)[: seal.start()]):
         raise DamagedCheckpointError(f"{where} is damaged: it does not fit its own checksum")
@@ -181,52 +192,60 @@ def _document(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _part(document: dict[str, Any], where: str) -> PartManifest:
-    shards = _field(document, "shards", dict, where)
+    shards = field(document, "shards", dict, where)
     for shard, size in shards.items():
-        _require(bool(_SHARD.fullmatch(shard)), f"shard {shard!r} is not a file name", where)
-        _count(size, f"size of {shard!r}", where)
+        require(bool(_SHARD.fullmatch(shard)), f"shard {shard!r} is not a file name", where)
+        count(size, f"size of {shard!r}", where)
     tensors = {
-        name: _entry(_typed(entry, dict, f"tensor {name!r}", where), where)
-        for name, entry in _field(document, "tensors", dict, where).items()
+        name: _entry(typed(entry, dict, f"tensor {name!r}", where), where)
+        for name, entry in field(document, "tensors", dict, where).items()
     }
     room = dict(shards)
     for name, entry in tensors.items():
-        _require(entry.shard in shards, f"tensor {name!r} is in no listed shard", where)
+        require(entry.shard in shards, f"tensor {name!r} is in no listed shard", where)
         room[entry.shard] -= entry.bytes
-        _require(room[entry.shard] >= 0, f"tensor {name!r} is larger than its shard", where)
+        require(room[entry.shard] >= 0, f"tensor {name!r} is larger than its shard", where)
     return PartManifest(_meta(document, where), MappingProxyType(shards), MappingProxyType(tensors))
 
 
 def _entry(document: dict[str, Any], where: str) -> TensorEntry:
-    shape = _field(document, "shape", list, where)
-    dtype = _field(document, "dtype", str, where)
-    _require(len(shape) <= 64, f"a shape of {len(shape)} sizes", where)
-    _require(dtype in ITEM_BYTES, f"dtype {_shown(dtype)}", where)
-    sizes = tuple(_count(size, "a size of a tensor", where) for size in shape)
-    checksum = _field(document, "checksum", str, where)
-    return TensorEntry(_field(document, "shard", str, where), dtype, sizes, checksum)
+    shape = field(document, "shape", list, where)
+    dtype = field(document, "dtype", str, where)
+    require(len(shape) <= 64, f"a shape of {len(shape)} sizes", where)
+    require(dtype in ITEM_BYTES, f"dtype {_shown(dtype)}", where)
+    sizes = tuple(count(size, "a size of a tensor", where) for size in shape)
+    checksum = field(document, "checksum", str, where)
+    return TensorEntry(field(document, "shard", str, where), dtype, sizes, checksum)
 
 
 def _meta(document: dict[str, Any], where: str) -> Meta:
-    return MappingProxyType(_field(document, "meta", dict, where))
+    return MappingProxyType(field(document, "meta", dict, where))
 
 
-def _field(document: dict[str, Any], name: str, kind: type[_T], where: str) -> _T:
-    return _typed(document.get(name), kind, name, where)
+def field(document: dict[str, Any], name: str, kind: type[_T], where: str) -> _T:
+    """A field of an object, which must be there and of this kind."""
+    return typed(document.get(name), kind, name, where)
 
 
-def _typed(value: object, kind: type[_T], name: str, where: str) -> _T:
-    _require(type(value) is kind, f"{name} is {_shown(value)}, not a {kind.__name__}", where)
+def typed(value: object, kind: type[_T], name: str, where: str) -> _T:
+    """The value, which must be of this kind exactly."""
+    require(type(value) is kind, f"{name} is {_shown(value)}, not a {kind.__name__}", where)
     return value  # type: ignore[return-value]  # checked in the line above
 
 
-def _count(value: object, name: str, where: str) -> int:
-    number = _typed(value, int, name, where)
-    _require(0 <= number < _MOST, f"{name} is {_shown(number)}", where)
+def count(value: object, name: str, where: str) -> int:
+    """The value, which must be a whole number from 0."""
+    number = typed(value, int, name, where)
+    require(0 <= number < _MOST, f"{name} is {_shown(number)}", where)
     return number
 
 
-def _require(held: bool, otherwise: str, where: str) -> None:
+def require(held: bool, otherwise: str, where: str) -> None:
+    """Refuses what does not hold.
+
+    Raises:
+        DamagedCheckpointError: it does not; ``otherwise`` says what is wrong in the file ``where``.
+    """
     if not held:
         raise DamagedCheckpointError(f"{where}: {otherwise}")
 
