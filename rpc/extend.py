@@ -10,7 +10,8 @@ the work. There are six things:
   memory, which are sent without being copied.
 - *Store*: :func:`store` is the group's key-value store, with compare-and-set.
 - *Lives*: :func:`life_of`, :func:`is_living` and :func:`on_membership` say who is there.
-- *Call extensions*: a :class:`CallExtension` attaches data to calls.
+- *Call extensions*: a :class:`CallExtension` attaches data to calls; one that is a
+  :class:`CallObserver` also sees their names, their lengths and how they end.
 
 And four for a process that is no worker, such as a launcher: :class:`MemberList` says who is
 in a dynamic group and strikes off who died, :func:`read_group_key` and
@@ -41,7 +42,7 @@ from rpc.calls.extension_messages import ExtensionMessages
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import Process, current_agent, find_agent, of_context
 from rpc.errors import AgentClosedError, WorkerLostError
-from rpc.extensions import Answer, CallExtension
+from rpc.extensions import Answer, CallExtension, CallObserver, ObservedCall, ObservedHandler
 from rpc.group.directory import Destination
 from rpc.group.etcd_store import LEASE_SECONDS, EtcdPlace, EtcdStoreClient, members_of
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
@@ -96,6 +97,7 @@ __all__ = [
     "WATCH",
     "Answer",
     "CallExtension",
+    "CallObserver",
     "Destination",
     "EtcdPlace",
     "EtcdStoreClient",
@@ -111,6 +113,8 @@ __all__ = [
     "MemberList",
     "MembershipChange",
     "MembershipEvent",
+    "ObservedCall",
+    "ObservedHandler",
     "Progress",
     "Reaper",
     "Slot",

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from rpc.outcomes.futures import Future
+from rpc.worker_info import WorkerInfo
 
 AUTOGRAD = "autograd_dist"
 """The extension that runs distributed backward passes, loaded by name where one begins."""
@@ -83,3 +84,46 @@ class CallExtension(Protocol):
 
     def close(self) -> None:
         """The agent is shutting down."""
+
+
+class ObservedHandler(Protocol):
+    """Looks at one handler, from before it is called until what it makes is there."""
+
+    def ended(self, error: BaseException | None) -> None:
+        """It returned, or raised ``error``; if it returned a future or a coroutine, that has.
+        Runs once, on any thread."""
+
+
+class ObservedCall(ObservedHandler, Protocol):
+    """Looks at one call, from before its arguments are encoded until its result is there."""
+
+    def sending(self) -> AbstractContextManager[object]:
+        """Entered while the request is encoded and sent, on the calling thread; the extension's
+        ``outgoing_request`` runs inside."""
+
+    def replied(self) -> None:
+        """The reply arrived, or it is known that none will; its value may not be decoded yet."""
+
+
+class CallObserver(CallExtension, Protocol):
+    """A call extension that looks at calls: their names, how long they take and how they end.
+
+    A call costs nothing more than before in workers that have loaded none.
+    """
+
+    def call_begins(self, kind: str, name: str, to: WorkerInfo) -> ObservedCall | None:
+        """Runs at the caller, on the calling thread, before anything is encoded.
+
+        Args:
+            kind: ``sync``, ``async``, ``remote``, ``to_here``, or ``message`` for one of an
+                extension's.
+            name: of the function, of the method as ``RRef.<name>``, or ``<extension> message``.
+            to: the worker that is asked.
+
+        Returns:
+            What looks at the call; None to pass it over.
+        """
+
+    def handler_begins(self, name: str, caller: WorkerInfo) -> ObservedHandler | None:
+        """Runs at the callee before the handler, in its context, and only for requests that
+        carry metadata; the extension's ``incoming_request`` has run. None to pass it over."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Final
 
-from tensorwire.about import About, Extra, Machine, about
+from tensorwire._about import About, Extra, Machine, about
 
 _GIGABYTE: Final = 1e9
 _SMALL_SHARED_MEMORY: Final = 1 << 28

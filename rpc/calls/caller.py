@@ -379,10 +379,12 @@ class Caller(OutstandingCalls):
             profiler._is_profiler_enabled
             or profiler_enabled()
             or profiled_calls() is not None
-            or (extended and traced())
+            or (extended and (traced() or shared.extensions.observers))
         ) and type(sink) is not WatchedSink:
-            load = shared.extensions.load
-            with watching(shared.me, operation, to, text_of(name), sink, load) as watched:
+            load, looking_on = shared.extensions.load, shared.extensions.observers
+            with watching(
+                shared.me, operation, to, text_of(name), sink, load, looking_on
+            ) as watched:
                 return self.request(
                     operation, to, value, timeout, watched, target, name, function, through
                 )

@@ -75,10 +75,12 @@ class ExtensionMessages:
         sink: Sink,
     ) -> None:
         """Sends an extension's own message; the answer's bytes go to ``sink``."""
+        extensions = self._shared.extensions
         name, is_traced = f"{extension} message", traced() is not None
-        if is_traced and extension != tracing.Tracing.name and type(sink) is not WatchedSink:
-            shared = self._shared
-            with watching(shared.me, _EXTENSION, to, name, sink, shared.extensions.load) as watched:
+        is_watched = (is_traced or extensions.observers) and extension != tracing.Tracing.name
+        if is_watched and type(sink) is not WatchedSink:
+            me, load, looking_on = self._shared.me, extensions.load, extensions.observers
+            with watching(me, _EXTENSION, to, name, sink, load, looking_on) as watched:
                 self.ask(to, extension, body, tensors, timeout, watched)
             return
         if timeout == UNSET_RPC_TIMEOUT:
@@ -102,6 +104,8 @@ class ExtensionMessages:
                 )
             _, loan, table, slots = beside
             riding = tracing.riding() if is_traced else ()
+            if is_watched:
+                riding += extensions.attach_observers(to.id, tensors)
             call = Call(name, sink, timeout, loan, riding, caller.book[name, to.id], to.id)
             call.patience = Patience.HURRIES  # user code waits for what waits for this
             target, plain = extension.encode(), encoded.plain

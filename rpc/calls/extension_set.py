@@ -10,12 +10,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rpc.errors import AgentClosedError, DecodeError, EncodeError
-from rpc.extensions import AUTOGRAD, CallExtension
+from rpc.extensions import AUTOGRAD, CallExtension, CallObserver
 from rpc.runtime.text import text_of
 from rpc.wire.messages import Extensions
 
@@ -33,7 +33,7 @@ class ExtensionSet:
         make: makes an extension of a class, for their worker.
     """
 
-    __slots__ = ("_closed", "_lock", "_make", "_name", "loaded", "used")
+    __slots__ = ("_closed", "_lock", "_make", "_name", "loaded", "observers", "used")
 
     def __init__(self, name: str, make: Callable[[Any], CallExtension]) -> None:
         self._name = name
@@ -44,6 +44,8 @@ class ExtensionSet:
         self._closed = False
         self.used = False
         """True once any is loaded."""
+        self.observers: tuple[CallObserver, ...] = ()
+        """Those that look at calls."""
 
     def load(self, name: str) -> CallExtension:
         """The extension of module ``name``, imported and made if need be.
@@ -67,6 +69,8 @@ class ExtensionSet:
             if self._closed:
                 raise AgentClosedError(f"{name} cannot be loaded: this worker shut down")
             self.used = True
+            if name not in self.loaded and hasattr(kind, "call_begins"):
+                self.observers += (cast(CallObserver, made),)
             return self.loaded.setdefault(name, made)
 
     def close(self) -> None:
@@ -117,6 +121,11 @@ class ExtensionSet:
         if severed is not None:
             _require_whole(severed, found)
         return tuple(found)
+
+    def attach_observers(self, to: int, tensors: Sequence[torch.Tensor]) -> Extensions:
+        """The metadata that observers of calls give an extension's message to ``to``."""
+        found = [(each.name, each.outgoing_request(to, tensors)) for each in self.observers]
+        return tuple((name, data) for name, data in found if data is not None)
 
     def attach_reply(
         self,

@@ -301,8 +301,13 @@ class Service:
             func, args, kwargs = call_method(*args, **kwargs)
         del adopted, value
         try:
-            if profiler._is_profiler_enabled or profiler_enabled() or traced() is not None:
-                result = self._run_observed(func, args, kwargs)
+            if (
+                profiler._is_profiler_enabled
+                or profiler_enabled()
+                or traced() is not None
+                or (scopes is not None and callee.shared.extensions.observers)
+            ):
+                result = self._run_observed(partial(func, *args, **kwargs))
             else:
                 result = func(*args, **kwargs)
         except TypeError as error:
@@ -327,11 +332,11 @@ class Service:
         self.method = f"RRef.{name}"
         return getattr(value.value(), name), args, kwargs
 
-    def _run_observed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        shared = self._callee.shared
-        caller = shared.group.peer(self.sender).info.name
-        name = text_of(self.method)
-        return run_handler(shared.clock.now, caller, shared.me.name, name, func, args, kwargs)
+    def _run_observed(self, run: Callable[[], Any]) -> Any:
+        shared, name = self._callee.shared, text_of(self.method)
+        caller = shared.group.peer(self.sender).info
+        looking_on = shared.extensions.observers if self.request.extensions else ()
+        return run_handler(shared.clock.now, caller, shared.me.name, name, run, looking_on)
 
     def _finish_with_future(self, future: object) -> None:
         if not isinstance(future, torch._C.Future):
@@ -424,7 +429,9 @@ class Service:
             extensions.on_request(self.sender, request.extensions, scopes, [])
         body, *tensors = self._unpack(adopted, None)
         extension = extensions.load(request.target.decode())
-        answer = extension.on_message(self.sender, body, tensors)
+        answer_it = partial(extension.on_message, self.sender, body, tensors)
+        is_watched = scopes is not None and extensions.observers
+        answer = self._run_observed(answer_it) if is_watched else answer_it()
         if isinstance(answer, bytes | tuple):
             self._succeed(answer)
         else:

@@ -122,7 +122,7 @@ class ProfiledCall:
     def replied(self) -> None:
         """The reply arrived; what it brings may still have to be decoded."""
 
-    def ended(self, failed: bool = False) -> None:
+    def ended(self, error: BaseException | None = None) -> None:
         """The call is over."""
         if self.over is None:
             self.over = time.perf_counter_ns()

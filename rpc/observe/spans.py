@@ -19,6 +19,8 @@ import torch
 from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch.autograd import profiler
 
+from rpc.errors import RemoteError
+from rpc.extensions import CallObserver, ObservedHandler
 from rpc.observe import tracing
 from rpc.observe.names import operator_name, span_name
 from rpc.observe.profiling import EXTENSION, collector, followed
@@ -48,8 +50,8 @@ class Observer(Protocol):
     def replied(self) -> None:
         """The reply arrived, or it is known that none will."""
 
-    def ended(self, failed: bool) -> None:
-        """The result is there."""
+    def ended(self, error: BaseException | None) -> None:
+        """The result is there, or the error that is raised instead."""
 
 
 class WatchedSink:
@@ -68,7 +70,8 @@ class WatchedSink:
         for observer in self._observers:
             observer.replied()
         if self._kind is CallKind.REMOTE:
-            self.over(reply.status is Status.ERROR)
+            is_error = reply.status is Status.ERROR
+            self.over(RemoteError("the owner could not run it") if is_error else None)
             self._sink.replied(reply, frame, unpack)
         else:
             # Not the bare reply itself, whose value nobody would have to unpack.
@@ -78,15 +81,15 @@ class WatchedSink:
         """There will be no reply."""
         for observer in self._observers:
             observer.replied()
-        self.over(failed=True)
+        self.over(error)
         self._sink.failed(error)
 
-    def over(self, failed: bool) -> None:
+    def over(self, error: BaseException | None) -> None:
         """Tells the observers, once, that the call is over."""
         if not self._over:
             self._over = True
             for observer in self._observers:
-                observer.ended(failed)
+                observer.ended(error)
 
     def _ending(self, unpack: Unpack) -> Unpack:
         def unpack_and_end(reply: Reply, frame: Frame, decode: Decode) -> Any:
@@ -94,10 +97,10 @@ class WatchedSink:
                 value = unpack(reply, frame, decode)
             except ImportNeeded:  # it will be unpacked again, where imports are allowed
                 raise
-            except BaseException:
-                self.over(failed=True)
+            except BaseException as error:
+                self.over(error)
                 raise
-            self.over(failed=False)
+            self.over(None)
             return value
 
         return unpack_and_end
@@ -140,6 +143,7 @@ def watching(
     name: str,
     sink: Sink,
     load: Callable[[str], object],
+    looking_on: Sequence[CallObserver],
 ) -> Iterator[WatchedSink]:
     """Observes a request that ``me`` sends inside the block, and its outcome after it.
 
@@ -150,6 +154,7 @@ def watching(
         name: of the function.
         sink: takes the outcome.
         load: loads an extension of calls.
+        looking_on: the extensions that look at calls.
     """
     kind = _kind_of(operation, sink)
     observers: list[Observer] = []
@@ -167,72 +172,101 @@ def watching(
             record = place.recording.begin_call(kind, operator_name(name), to.id)
             observers.append(_TracedCall(record, place.recording.now))
             scopes.enter_context(tracing.sending(place, record))
+        for extension in looking_on:
+            call = extension.call_begins(kind.value, name, to)
+            if call is not None:
+                observers.append(call)
+                scopes.enter_context(call.sending())
         watched = WatchedSink(sink, kind, observers)
         try:
             yield watched
-        except BaseException:
-            watched.over(failed=True)
+        except BaseException as error:
+            watched.over(error)
             raise
 
 
 def run_handler(
     now: Callable[[], float],
-    caller: str,
+    caller: WorkerInfo,
     here: str,
     name: str,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    run: Callable[[], Any],
+    looking_on: Sequence[CallObserver],
 ) -> Any:
     """Calls a handler and observes it; returns what it returned.
 
     Args:
         now: the worker's clock, in seconds.
-        caller: name of the worker that asks.
+        caller: the worker that asks.
         here: name of the worker that serves.
         name: of the function.
-        func: the handler.
-        args: for it.
-        kwargs: for it.
+        run: calls the handler.
+        looking_on: the extensions that look at calls.
     """
+    begun = [each.handler_begins(name, caller) for each in looking_on]
+    observers: list[ObservedHandler] = [each for each in begun if each is not None]
     place = tracing.active()
     record = place.handler if place is not None else None
     if record is not None:
         record.running = now()
     try:
-        if profiling() and not followed():
-            key = f"rpc_handler#{operator_name(name)}"
-            span = ProfilerSpan(f"{key}({caller} -> {here})")
-            try:
-                result = func(*args, **kwargs)
-            finally:
-                span.end()
-        else:
-            result = func(*args, **kwargs)
+        result = _in_a_span(f"{operator_name(name)}({caller.name} -> {here})", run)
+    except BaseException as error:
+        _tell_ended(observers, error)
+        raise
     finally:
         if record is not None:
             record.returned = record.ran = now()
-    return result if record is None else _timed(result, record, now)
+    if not isinstance(result, torch._C.Future) and type(result) is not CoroutineType:
+        _tell_ended(observers, None)
+        return result
+    if record is not None:
+        observers.append(_TracedHandler(record, now))
+    return _when_there(result, observers)
 
 
-def _timed(result: Any, record: HandlerRecord, now: Callable[[], float]) -> Any:
-    """The same result; notes when it is there, if that is later."""
+def _in_a_span(key: str, run: Callable[[], Any]) -> Any:
+    """Runs a handler, within a span of the profile that may be recorded here."""
+    if not profiling() or followed():
+        return run()
+    span = ProfilerSpan(f"rpc_handler#{key}")
+    try:
+        return run()
+    finally:
+        span.end()
 
-    def done(_: object = None) -> None:
-        record.ran = now()
 
-    if isinstance(result, torch._C.Future):
-        result.add_done_callback(done)
-    elif type(result) is CoroutineType:
-        return _awaited(result, done)
+def _when_there(result: Any, observers: Sequence[ObservedHandler]) -> Any:
+    """The same future or coroutine; tells observers when what it brings is there."""
+    if type(result) is CoroutineType:
+        return _awaited(result, observers)
+    result.add_done_callback(lambda done: _tell_ended(observers, _error_of(done)))
     return result
 
 
-async def _awaited(coroutine: Coroutine[Any, Any, Any], done: Callable[[], None]) -> Any:
+def _error_of(done: torch.futures.Future[Any]) -> BaseException | None:
     try:
-        return await coroutine
-    finally:
-        done()
+        done.value()
+    except BaseException as error:
+        return error
+    return None
+
+
+async def _awaited(
+    coroutine: Coroutine[Any, Any, Any], observers: Sequence[ObservedHandler]
+) -> Any:
+    try:
+        result = await coroutine
+    except BaseException as error:
+        _tell_ended(observers, error)
+        raise
+    _tell_ended(observers, None)
+    return result
+
+
+def _tell_ended(observers: Sequence[ObservedHandler], error: BaseException | None) -> None:
+    for each in observers:
+        each.ended(error)
 
 
 # While it is held no profile stops. Reentrant: a finaliser may end a span anywhere.
@@ -293,7 +327,7 @@ class _ProfiledCall:
     def replied(self) -> None:
         return
 
-    def ended(self, failed: bool) -> None:
+    def ended(self, error: BaseException | None) -> None:
         self._span.end()
 
 
@@ -307,9 +341,20 @@ class _TracedCall:
     def replied(self) -> None:
         self._record.replied = self._now()
 
-    def ended(self, failed: bool) -> None:
+    def ended(self, error: BaseException | None) -> None:
         self._record.ended = self._now()
-        self._record.failed = failed
+        self._record.failed = error is not None
+
+
+class _TracedHandler:
+    """A handler in a distributed trace, whose result is there later than it returns."""
+
+    def __init__(self, record: HandlerRecord, now: Callable[[], float]) -> None:
+        self._record = record
+        self._now = now
+
+    def ended(self, error: BaseException | None) -> None:
+        self._record.ran = self._now()
 
 
 def _kind_of(operation: Operation, sink: Sink) -> CallKind:

@@ -10,7 +10,7 @@ import torch
 
 import rpc
 from tensorwire.__main__ import lines, main
-from tensorwire.about import About, Extra, Machine, core_limit, extras
+from tensorwire._about import About, Extra, Machine, core_limit, extras
 
 _MACHINE = Machine(
     "Linux 6.1 x86_64", 2, 8, 1.5, 16_000_000_000, 1 << 26, 1 << 25, None, 1024, True,

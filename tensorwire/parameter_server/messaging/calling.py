@@ -14,6 +14,7 @@ import rpc
 from rpc import extend
 from tensorwire.parameter_server.decisions.lives import CUT_OFF, Latest, Verdict, verdict
 from tensorwire.parameter_server.decisions.views import Client, Server
+from tensorwire.parameter_server.messaging.messages import Exchange
 
 _logger: Final = logging.getLogger("tensorwire")
 _SERVER: Final = "tensorwire.parameter_server.server.host"
@@ -44,7 +45,8 @@ class Caller:
 
     def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
         """Calls a server; ``then`` gets its answer, or ``LOST``, on some thread."""
-        self._call(to.name, handle, (self._cluster, to.incarnation, message), then)
+        function = _function_for(message)
+        self._call(to.name, function, (self._cluster, to.incarnation, message), then)
 
     def _call(
         self, to: str, function: Any, args: tuple[Any, ...], then: Callable[[Any], object]
@@ -84,6 +86,13 @@ class Caller:
         """Gives up all calls: a server may keep one for ever, and this worker could not leave."""
         for future in list(self._open):
             future.cancel()
+
+
+def _function_for(message: Any) -> Callable[..., Any]:
+    """The function that takes a message; metrics and traces tell calls apart by its name."""
+    if type(message) is not Exchange:
+        return handle
+    return pull if message.push is None else push
 
 
 def _answer_of(future: torch.futures.Future[Any]) -> Any:
@@ -144,3 +153,15 @@ def handle(cluster: str, incarnation: int, message: Any) -> torch.futures.Future
     server = importlib.import_module(_SERVER)  # by name: a trainer never imports it
     server.host().take(cluster, incarnation, future, message)
     return future
+
+
+@rpc.functions.async_execution
+def push(cluster: str, incarnation: int, message: Exchange) -> torch.futures.Future[Any]:
+    """Runs at a server: takes a push, and the pull in the same message; see :func:`handle`."""
+    return handle(cluster, incarnation, message)
+
+
+@rpc.functions.async_execution
+def pull(cluster: str, incarnation: int, message: Exchange) -> torch.futures.Future[Any]:
+    """Runs at a server: takes a pull that comes alone; see :func:`handle`."""
+    return handle(cluster, incarnation, message)
