@@ -2,18 +2,21 @@
 
 The value holds what an agent sees of its workers, what it asks of others, and its answers. The
 job's values are signed, so what strangers put there is not seen; a number in each only rises, and
-what an agent wrote earlier is passed over.
+what an agent wrote earlier is passed over. An agent through which somebody looks at the job calls
+the others, in one value more, which is all that they read while nobody does.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 _LARGEST: Final = 8 << 20
+_CALL: Final = "watch/call"
 
 
 class KeyValues(Protocol):
@@ -31,8 +34,7 @@ class Told:
     """The value that one agent writes.
 
     Args:
-        number: rises with each value.
-        wants: whether somebody looks at the job through this agent.
+        number: rises with each value, also where another agent takes this one's place.
         workers: what it sees of its workers, as data of ``WorkerView``.
         questions: by number, each with the agent that is asked.
         answers: by ``"AGENT:NUMBER"`` of the question.
@@ -40,7 +42,6 @@ class Told:
     """
 
     number: int
-    wants: bool = False
     workers: tuple[Mapping[str, Any], ...] = ()
     questions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     answers: Mapping[str, Any] = field(default_factory=dict)
@@ -59,10 +60,22 @@ class Exchange:
         self._values, self._node = values, node
         self._latest: dict[int, Told] = {}
         self._number = 0
+        self._heard_call: bytes | None = None
+
+    def call(self) -> None:
+        """Asks all agents to write what they see, and to read what others do."""
+        self._number = _later(self._number)
+        self._heard_call = f"{self._node}:{self._number}".encode()
+        self._values.set(_CALL, self._heard_call)
+
+    def is_called(self) -> bool:
+        """True if another agent has called since this was asked before."""
+        before, self._heard_call = self._heard_call, self._values.get(_CALL)
+        return self._heard_call != before
 
     def write(self, make: Callable[[int], Told]) -> None:
         """Writes this agent's value, made with the next number."""
-        self._number += 1
+        self._number = _later(self._number)
         told = make(self._number)
         fields = {name: getattr(told, name) for name in Told.__dataclass_fields__}
         packed = zlib.compress(json.dumps(fields, default=str).encode(), 1)
@@ -78,9 +91,9 @@ class Exchange:
                 self._latest[node] = told
         return {node: self._latest[node] for node in nodes if node in self._latest}
 
-    def forget(self, node: int) -> None:
-        """That agent is another one now: its numbers begin again."""
-        self._latest.pop(node, None)
+
+def _later(number: int) -> int:
+    return max(number + 1, time.time_ns())
 
 
 def _opened(found: bytes) -> Told | None:
@@ -89,7 +102,6 @@ def _opened(found: bytes) -> Told | None:
         fields = json.loads(zlib.decompressobj().decompress(found, _LARGEST))
         return Told(
             int(fields["number"]),
-            bool(fields["wants"]),
             tuple(fields["workers"]),
             dict(fields["questions"]),
             dict(fields["answers"]),

@@ -1,7 +1,8 @@
 """One agent's watch over a job: gathers, answers viewers, looks for standstills.
 
-The agent tells in each of its rounds who there is; a thread does the rest, about once a second
-while somebody looks or standstills are looked for, and otherwise only reads what other agents ask.
+The agent tells in each of its rounds who there is; a thread does the rest: once a second while
+somebody looks at the job through any agent, ten times within the least budget for standstills, and
+otherwise it only reads whether another agent calls.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from tensorwire.watching.views import JobView, NodeView, WorkerView
 _logger = logging.getLogger("rpcrun")
 
 _SECONDS_BETWEEN_LOOKS: Final = 1.0
-_LOOKS_IN_A_BUDGET: Final = 20
+_LOOKS_IN_A_BUDGET: Final = 10
 """Looks for standstills within the least budget; more would ask workers for nothing."""
 _SECONDS_FOR_FACTS: Final = 0.8
 _SECONDS_FOR_STACKS: Final = 5.0
 _SECONDS_A_VIEWER_COUNTS: Final = 5.0
 _SECONDS_FOR_OTHERS: Final = 20.0
+_SECONDS_FOR_FIRST_VIEW: Final = 3.0
 _MOST_NEWS: Final = 50
 _LOG_BYTES: Final = 1 << 16
 
@@ -91,7 +93,8 @@ class JobWatch:
         self._heard: dict[str, float] = {}
         self._others: dict[int, Told] = {}
         self._others_at: dict[int, float] = {}
-        self._viewed = -_SECONDS_A_VIEWER_COUNTS
+        self._viewed = self._called = -_SECONDS_A_VIEWER_COUNTS
+        self._told: tuple[object, ...] = ({}, {}, ())
         self._standstill = Standstill(policy.least, policy.at_once)
         self._looks_again = 0.0
         self._alarms: deque[str] = deque(maxlen=_MOST_NEWS)
@@ -153,9 +156,12 @@ class JobWatch:
         return self._answer_elsewhere(question, worker)
 
     def view(self) -> JobView:
-        """The whole job, as it is now."""
+        """The whole job, as it is now; the first of several waits for the other machines."""
+        is_first = not self._is_viewed()
         self._viewed = time.monotonic()
         self._look(fresh=True)
+        if is_first:
+            self._wait_for_others()
         with self._lock:
             seen, now = self._seen, time.monotonic()
             nodes = tuple(
@@ -237,12 +243,15 @@ class JobWatch:
                 _logger.warning("watching the job failed: %s: %s", type(error).__name__, error)
 
     def _look(self, fresh: bool) -> None:
-        """Gathers what is wanted, and tells the other agents."""
+        """Gathers what is wanted, and exchanges it with the other agents."""
         with self._looking:
-            wanted = fresh or self._is_wanted()
+            wanted = self._is_wanted() or fresh
             if wanted:
                 self._gather()
-            self._meet_others(wanted)
+            if self._others_now():
+                self._meet_others(wanted)
+            else:
+                self._others.clear()
 
     def _is_due(self) -> bool:
         """True if standstills are to be looked for now."""
@@ -261,9 +270,18 @@ class JobWatch:
             return []
         return self._standstill.look(time.monotonic(), workers)
 
+    def _is_viewed(self) -> bool:
+        return time.monotonic() - self._viewed < _SECONDS_A_VIEWER_COUNTS
+
     def _is_wanted(self) -> bool:
-        recently = time.monotonic() - self._viewed < _SECONDS_A_VIEWER_COUNTS
-        return recently or any(told.wants for told in self._others.values())
+        """True if somebody looks at the job; calls the other agents, or hears them call."""
+        if not self._others_now():
+            return self._is_viewed()
+        if self._is_viewed() or self._questions:
+            self._exchange.call()
+        elif self._exchange.is_called():
+            self._called = time.monotonic()
+        return self._is_viewed() or time.monotonic() - self._called < _SECONDS_A_VIEWER_COUNTS
 
     def _gather(self) -> None:
         with self._lock:
@@ -303,12 +321,33 @@ class JobWatch:
 
     # --- other agents
 
-    def _meet_others(self, wanted: bool) -> None:
+    def _others_now(self) -> list[int]:
+        """The numbers of the other agents."""
         with self._lock:
-            others = [n.number for n in self._seen.nodes if n.number != self._node]
-        if not others:
-            self._others.clear()
+            return [n.number for n in self._seen.nodes if n.number != self._node]
+
+    def _meet_others(self, wanted: bool) -> None:
+        """Reads what others say and writes what this agent sees, if that is wanted or is new."""
+        with self._lock:
+            news = dict(self._questions), dict(self._answers), tuple(self._alarms)
+            workers = tuple(asdict(view) for view in self._views.values())
+        if not (wanted or self._questions or news != self._told):
             return
+        self._hear_others()
+        self._exchange.write(lambda number: Told(number, workers, *news))
+        self._told = news
+
+    def _wait_for_others(self) -> None:
+        """Waits until each of the others has written anew, but not long."""
+        before, deadline = dict(self._others), time.monotonic() + _SECONDS_FOR_FIRST_VIEW
+        while any(self._others.get(each) is before.get(each) for each in self._others_now()):
+            if time.monotonic() > deadline or self._stop.wait(0.1):
+                return
+            with self._looking:
+                self._hear_others()
+
+    def _hear_others(self) -> None:
+        others = self._others_now()
         for node, told in self._exchange.read(others).items():
             if self._others.get(node) is not told:
                 self._others[node] = told
@@ -316,15 +355,16 @@ class JobWatch:
                 self._take_questions(node, told)
         for gone in self._others.keys() - set(others):
             del self._others[gone]
-        tells = wanted or bool(self._policy.least)
+        self._drop_answered_restarts()
+
+    def _drop_answered_restarts(self) -> None:
+        """Forgets which workers others were asked to start again, if they know or are gone."""
         with self._lock:
-            workers = tuple(asdict(view) for view in self._views.values()) if tells else ()
-            viewing = time.monotonic() - self._viewed < _SECONDS_A_VIEWER_COUNTS
-            questions, answers = dict(self._questions), dict(self._answers)
-            alarms = tuple(self._alarms)
-        self._exchange.write(
-            lambda number: Told(number, viewing, workers, questions, answers, alarms)
-        )
+            for number, question in list(self._questions.items()):
+                told = self._others.get(question["node"])
+                is_known = told is None or f"{self._node}:{number}" in told.answers
+                if question["ask"] == "restart" and is_known:
+                    del self._questions[number]
 
     def _take_questions(self, node: int, told: Told) -> None:
         """Answers what another agent asks, aside; forgets what it has been told."""

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,11 +63,15 @@ class Values:
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
+        self.written = 0
+        self.read: Counter[str] = Counter()
 
     def set(self, key: str, value: bytes) -> None:
+        self.written += 1
         self.kept[key] = value
 
     def get(self, key: str) -> bytes | None:
+        self.read[key] += 1
         return self.kept.get(key)
 
 
@@ -188,6 +193,49 @@ def test_one_agent_shows_the_workers_of_all_machines_and_asks_the_others_for_the
                 first.answer({"ask": "stacks", "worker": "trainr:0"})
             with pytest.raises(NoAnswerError, match="start rpcrun with --tee 3"):
                 first.answer({"ask": "log", "worker": "trainer:0"})
+    finally:
+        first.close()
+        second.close()
+
+
+def test_agents_write_nothing_while_nobody_looks_and_one_view_has_the_facts_of_all(
+    monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    values, policy = Values(), StallPolicy(0)
+    first = JobWatch("j", 0, values, policy)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "other"))
+    (home / "other").mkdir()
+    second = JobWatch("j", 1, values, policy)
+    try:
+        with answering(second.path, "trainer:0", {"facts": FACTS}):
+            first.update(_seen("ps:0", os.getpid()))
+            second.update(_seen("trainer:0", os.getpid()))
+            until(lambda: values.read["watch/call"] >= 4, 60, 0.1)
+            assert (values.written, dict(values.read)) == (0, {"watch/call": values.read.total()})
+
+            worker = next(w for w in first.view().workers if w.name == "trainer:0")
+            assert worker.facts == FACTS
+            assert values.written > 0
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_worker_of_another_machine_is_started_again_by_its_agent(
+    monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    """The agent that finds the standstill asks until the other one knows, and then no more."""
+    values, policy = Values(), StallPolicy(0.5, at_once=True, restarts=True)
+    first = JobWatch("j", 0, values, policy)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "other"))
+    (home / "other").mkdir()
+    second = JobWatch("j", 1, values, policy)
+    try:
+        with answering(second.path, "trainer:0", {"facts": FACTS, "stacks": "in train()"}):
+            first.update(_seen("ps:0", os.getpid()))
+            second.update(_seen("trainer:0", os.getpid()))
+            until(lambda: second.to_restart() == {("trainer:0", 1)}, 60, 0.1)
+            until(lambda: not json.loads(zlib.decompress(values.kept["watch/0"]))["questions"], 60)
     finally:
         first.close()
         second.close()
