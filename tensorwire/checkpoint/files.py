@@ -123,7 +123,7 @@ class PartWriter:
             self._shards[shard.path.name] = shard.finish()
         self._open.clear()
         part = PartManifest(meta or {}, self._shards, self._tensors)
-        _write_durably(self._folder / f"{self._stem}.part.json", manifests.dump_part(part))
+        _write_durably(self._folder / part_file(self._part), manifests.dump_part(part))
 
     def close(self) -> None:
         """Closes what is open; a part that was not finished stays unfinished."""
@@ -228,15 +228,12 @@ class Draft:
         os.close(self.lock)
 
     def _part(self, name: str) -> PartManifest:
-        path = self.folder / f"{quote(name, safe='')}.part.json"
-        if not path.exists():
+        if not (self.folder / part_file(name)).exists():
             raise DamagedCheckpointError(
                 f"part {name!r} of {str(self.path)!r} is not finished, or was written where this "
                 "machine does not see it: all writers must share the path's file system"
             )
-        part = manifests.load_part(bounded.read(path, bounded.MANIFEST_BYTES), str(path))
-        _require_shards(self.folder, part)
-        return part
+        return _part_in(self.folder, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +274,23 @@ class Checkpoint:
         for part in manifest.parts.values():
             _require_shards(path, part)
         return cls(path, manifest)
+
+    @classmethod
+    def of_parts(cls, path: str | Path, parts: Sequence[str], meta: Meta) -> Checkpoint:
+        """What lies in a folder with finished parts that are described there, each by itself.
+
+        Args:
+            path: the folder into which :class:`PartWriter` wrote them.
+            parts: their names.
+            meta: plain data about all of it, which is kept elsewhere.
+
+        Raises:
+            CheckpointError: safetensors is not installed.
+            DamagedCheckpointError: a part is missing, damaged, or cut short.
+        """
+        require_safetensors()
+        path = Path(path).absolute()
+        return cls(path, Manifest(0, meta, {name: _part_in(path, name) for name in parts}))
 
     def __repr__(self) -> str:
         parts = self.parts.values()
@@ -369,6 +383,18 @@ class Checkpoint:
             require_checksum(tensor, path, name, entry)
             self._checked.add((part, name))
         return tensor
+
+
+def part_file(part: str) -> str:
+    """The name of the file that describes a part until the parts are merged."""
+    return f"{quote(part, safe='')}.part.json"
+
+
+def _part_in(folder: Path, name: str) -> PartManifest:
+    path = folder / part_file(name)
+    part = manifests.load_part(bounded.read(path, bounded.MANIFEST_BYTES), str(path))
+    _require_shards(folder, part)
+    return part
 
 
 def complete(folder: str | Path) -> list[Checkpoint]:

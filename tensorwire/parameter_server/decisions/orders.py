@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,22 +101,68 @@ class Copy:
 class Write:
     """Write the rows as they were at a cut.
 
-    Answered with the shard's number, a text that says why not, or None if it does not know them.
+    Answered with the shard's number, a text that says why not, or None if it does not know them;
+    with ``Unmarked`` if it does not know what has changed.
     """
 
     change: int
     folder: str
 
 
-Order = Query | Hold | Release | Go | Silence | Settle | Prime | Open | Declare | Copy | Write
+@dataclass(frozen=True, slots=True)
+class Unmarked:
+    """A shard has not noted what has changed since the last version of that chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The version that was taken at a cut is whole: what it holds need not be written again."""
+
+    change: int
+
+
+Order = (
+    Query | Hold | Release | Go | Silence | Settle | Prime | Open | Declare | Copy | Write
+    | Published
+)  # fmt: skip
+
+
+class Extent(enum.Enum):
+    """The rows that a version holds."""
+
+    ALL = enum.auto()
+    CHANGES = enum.auto()
+    """Those that have changed since the version before."""
 
 
 # --- the actions of cuts
 
 
 @dataclass(frozen=True, slots=True)
+class Version:
+    """What is to be written of a cut in a chain of published versions.
+
+    Args:
+        chain: names the chain; rows that change are noted for one at a time.
+        extent: which rows.
+        with_state: what training goes on from beside the rows: their state and ages, and ids that
+            wait for a row.
+    """
+
+    chain: str
+    extent: Extent
+    with_state: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Freeze:
-    """Remember the rows as they are at this cut, for a ``Write``."""
+    """Remember the rows as they are at this cut, for a ``Write``.
+
+    Args:
+        version: what a version of a chain holds of them; None for a snapshot, which has all.
+    """
+
+    version: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)

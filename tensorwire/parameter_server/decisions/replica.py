@@ -83,7 +83,10 @@ Record = Push | orders.Order | Import | Exported | Assign | After
 class Run:
     """Change the state by this."""
 
-    what: clocks.Apply | clocks.Reached | orders.Prime | orders.Declare | Import | Exported | Assign
+    what: (
+        clocks.Apply | clocks.Reached | orders.Prime | orders.Declare | orders.Published
+        | Import | Exported | Assign
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +417,7 @@ class Replica:
             effects, moved = self._prime(record)
         elif isinstance(record, Import):
             effects, moved = self._import(record)
-        elif isinstance(record, orders.Declare | Exported | Assign):
+        elif isinstance(record, orders.Declare | orders.Published | Exported | Assign):
             effects = [Run(record)]
         return effects + self._follow(moved), answer
 

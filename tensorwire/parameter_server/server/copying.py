@@ -14,7 +14,7 @@ from tensorwire.parameter_server.storage.table import Rows
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.server.node import Node
-    from tensorwire.parameter_server.server.state import Copied, FrozenShard
+    from tensorwire.parameter_server.server.parts import Copied, FrozenShard
 
 _PIECE: Final = 1 << 15
 

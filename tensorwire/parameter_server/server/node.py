@@ -294,8 +294,8 @@ class Node:
     def _write(self, call: Call, shard: ShardServer, order: orders.Write) -> None:
         with shard.lane.state_lock:
             frozen = shard.state.frozen.pop(order.change, None)
-        if frozen is None:
-            call.answer(None)
+        if frozen is None or isinstance(frozen, orders.Unmarked):
+            call.answer(frozen)
             return
         number = shard.replica.shard
         try:

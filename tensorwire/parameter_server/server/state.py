@@ -22,7 +22,6 @@ from tensorwire.parameter_server.decisions.clock import Apply, Cut, Push, Reache
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency, Reduce
 from tensorwire.parameter_server.decisions.replica import Assign, Exported, Import
 from tensorwire.parameter_server.decisions.views import KEPT
-from tensorwire.parameter_server.declarations.dense_spec import DenseSpec, PieceData
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Float32, Packed
 from tensorwire.parameter_server.kernels.copying import joined
@@ -36,11 +35,19 @@ from tensorwire.parameter_server.messaging.messages import (
     Values,
 )
 from tensorwire.parameter_server.server import restoring
+from tensorwire.parameter_server.server.parts import (
+    Copied,
+    CopiedTable,
+    FrozenDense,
+    FrozenShard,
+    Moved,
+    MovedDense,
+    MovedTable,
+)
 from tensorwire.parameter_server.snapshots.contents import Restored
 from tensorwire.parameter_server.snapshots.kept import spec_of
 from tensorwire.parameter_server.storage import tables as many
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
-from tensorwire.parameter_server.storage.frozen import Frozen
 from tensorwire.parameter_server.storage.table import Rows, Table
 from tensorwire.parameter_server.storage.tables import ManyParts, ManyPlaces
 
@@ -50,116 +57,6 @@ _MEMOS: Final = 3
 
 Buffers = Callable[[str, Sequence[int], torch.dtype], Tensor]
 """Makes a tensor to be sent to a worker: its name, shape and dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class MovedTable:
-    """Rows of a table that go to another shard.
-
-    Args:
-        declared: the text by which the table was declared where they come from.
-        ids: of the rows.
-        columns: all that is kept for each row.
-        candidates: ids that wait for a row.
-        steps: updates of the table.
-    """
-
-    declared: str
-    ids: Any
-    columns: Mapping[str, Any]
-    candidates: Any
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class MovedDense:
-    """Pieces that go to another shard.
-
-    Args:
-        declared: the text by which the group was declared where they come from.
-        data: the pieces.
-        steps: updates of the group.
-        is_loaded: whether a trainer has said how it begins.
-    """
-
-    declared: str
-    data: Mapping[int, PieceData]
-    steps: int
-    is_loaded: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The data that one shard sends another at a cut."""
-
-    tables: Mapping[str, MovedTable]
-    dense: Mapping[str, MovedDense]
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenDense:
-    """A dense group as it was at a cut.
-
-    Args:
-        spec: what it is.
-        groups: the hyper-parameters of each group.
-        data: its pieces.
-        steps: how often it was updated.
-        is_loaded: whether a trainer had said how it begins.
-    """
-
-    spec: DenseSpec
-    groups: tuple[Mapping[str, Any], ...]
-    data: Mapping[int, PieceData]
-    steps: int
-    is_loaded: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenShard:
-    """A shard as it was at a cut.
-
-    Args:
-        slots: the map.
-        tables: by name.
-        dense: by name.
-    """
-
-    slots: tuple[int, ...]
-    tables: Mapping[str, Frozen]
-    dense: Mapping[str, FrozenDense]
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedTable:
-    """The state of a table beside its rows.
-
-    Args:
-        hyper: its rule's.
-        steps: how often it was updated.
-        swept: when rows that are too old were last looked for.
-        counts: rows evicted, pushes not admitted.
-        candidates: ids that wait for a row.
-    """
-
-    hyper: tuple[float, ...]
-    steps: int
-    swept: int
-    counts: tuple[int, int]
-    candidates: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """A shard beside the rows of its tables, for a new backup."""
-
-    slots: tuple[int, ...]
-    declared: Mapping[str, str]
-    time: int
-    updates: int
-    tables: Mapping[str, CopiedTable]
-    dense: Mapping[str, MovedDense]
-    exports: Mapping[tuple[int, int], Moved]
 
 
 @dataclass(slots=True)
@@ -193,10 +90,12 @@ class ShardState:
         self.slots: tuple[int, ...] = ()
         self.tables: dict[str, Table] = {}
         self.dense: dict[str, DenseShard] = {}
-        self.frozen: dict[int, FrozenShard] = {}
+        self.frozen: dict[int, FrozenShard | orders.Unmarked] = {}
         self.exports: dict[tuple[int, int], Moved] = {}
         self.declared: dict[str, str] = {}
         self.updates = 0
+        self.chain = ""
+        self._version = -1
         self._told: set[tuple[str, ...]] = set()
         self._mean = isinstance(consistency, BSP) and consistency.reduce is Reduce.MEAN
         self._kernels = kernels
@@ -227,6 +126,8 @@ class ShardState:
             self._import(what.load)
         elif isinstance(what, Exported):
             self.exports.pop((what.target, what.epoch), None)
+        elif isinstance(what, orders.Published):
+            self._publish(what.change)
         elif isinstance(what, Assign):
             self._assign(what.load)
 
@@ -277,6 +178,7 @@ class ShardState:
         self.slots, self._time = order.slots, order.time
         declared, self.declared = {**self.declared, **order.declared}, {}
         self.tables, self.dense = {}, {}
+        self.chain, self._version = "", -1
         self._memos.clear()
         for name, text in declared.items():
             self._declare(name, text)
@@ -305,6 +207,8 @@ class ShardState:
                 if kept is None
                 else restoring.declared_table(kept, spec, self._time, self._device)
             )
+            if self.chain and self.tables[name].changes is None:
+                self.tables[name].begin_changes()
         else:
             group = self.dense.get(name)
             self.dense[name] = (
@@ -330,7 +234,9 @@ class ShardState:
 
     def _pass_cut(self, cut: Cut) -> None:
         if isinstance(cut.action, orders.Freeze):
-            self.frozen[cut.change] = self.freeze()
+            version = cut.action.version
+            frozen = self.freeze() if version is None else self._take(version, cut.change)
+            self.frozen[cut.change] = frozen
         elif isinstance(cut.action, orders.Move):
             assert cut.epoch is not None
             targets = [shard for shard in cut.awaited if shard != self.shard]
@@ -343,6 +249,37 @@ class ShardState:
             {name: table.freeze() for name, table in self.tables.items()},
             {name: _frozen(group) for name, group in self.dense.items()},
         )
+
+    def _take(self, version: orders.Version, change: int) -> FrozenShard | orders.Unmarked:
+        """What is to be written in a version of a chain."""
+        if self.chain != version.chain:
+            if version.extent is orders.Extent.CHANGES:
+                return orders.Unmarked()
+            self._note_changes_for(version.chain)
+        self._version = change
+        wanted: dict[str, Any] = {}
+        gone: dict[str, Any] = {}
+        for name, table in self.tables.items():
+            assert table.changes is not None
+            table.changes.cut(len(table))
+            if version.extent is orders.Extent.CHANGES:
+                wanted[name] = table.changes.unpublished(len(table))
+                gone[name] = table.changes.gone.unpublished
+        tables = {name: table.freeze(wanted.get(name)) for name, table in self.tables.items()}
+        dense = {name: _frozen(group) for name, group in self.dense.items()}
+        return FrozenShard(self.slots, tables, dense, version, gone)
+
+    def _note_changes_for(self, chain: str) -> None:
+        self.chain = chain
+        for table in self.tables.values():
+            table.begin_changes()
+
+    def _publish(self, change: int) -> None:
+        """A version is whole; nothing of it need be written again, if it was the last."""
+        if change == self._version:
+            for table in self.tables.values():
+                assert table.changes is not None
+                table.changes.publish()
 
     def copied(self) -> Copied:
         """All but the rows of tables, as it is now."""
@@ -359,11 +296,14 @@ class ShardState:
                 for name, group in self.dense.items()
             },
             dict(self.exports),
+            self.chain,
+            self._version,
         )
 
     def become(self, copied: Copied, rows: Mapping[str, Sequence[Rows]]) -> None:
         """Takes over what another server kept of this shard."""
         self.slots, self.updates, self._time = copied.slots, copied.updates, copied.time
+        self.chain, self._version = copied.chain, copied.version
         for name, text in copied.declared.items():
             self._declare(name, text)
         for name, about in copied.tables.items():
@@ -373,6 +313,8 @@ class ShardState:
                 table.enter(piece)
             if about.candidates is not None:
                 table.enter_candidates(about.candidates)
+            if about.gone is not None and table.changes is not None:
+                table.changes.enter_gone(about.gone)
         for name, pieces in copied.dense.items():
             group = self.dense[name]
             group.enter(pieces.data, pieces.steps)
@@ -382,7 +324,9 @@ class ShardState:
     def forget_frozen(self, kept: int) -> None:
         """Nobody will write the shard as it was, but for the last ``kept`` times."""
         for change in sorted(self.frozen)[: len(self.frozen) - kept]:
-            self.thaw(self.frozen.pop(change))
+            frozen = self.frozen.pop(change)
+            if isinstance(frozen, FrozenShard):
+                self.thaw(frozen)
 
     def thaw(self, frozen: FrozenShard) -> None:
         """Nobody needs to know any more how the shard was."""
@@ -404,7 +348,7 @@ class ShardState:
                 text = self.declared[name]
                 pieces[name] = MovedDense(text, own, group.steps, group.is_loaded)
             moved = {name: parts[target] for name, parts in tables.items()}
-            self.exports[target, epoch] = Moved(moved, pieces)
+            self.exports[target, epoch] = Moved(moved, pieces, self.chain)
 
     def _leave(self, table: Table, slots: Any, targets: Sequence[int]) -> dict[int, MovedTable]:
         left, going = {}, []
@@ -412,8 +356,9 @@ class ShardState:
             rows = table.rows_in(slots == target)
             taken = table.taken(rows)
             waiting = table.take_candidates(slots == target)
+            gone = table.take_gone(slots == target)
             text = self.declared[table.spec.name]
-            left[target] = MovedTable(text, taken.ids, taken.columns, waiting, table.steps)
+            left[target] = MovedTable(text, taken.ids, taken.columns, waiting, table.steps, gone)
             going.append(rows)
         if going:
             table.remove(np.concatenate(going))
@@ -421,6 +366,8 @@ class ShardState:
 
     def _import(self, moved: Moved) -> None:
         self._memos.clear()
+        if moved.chain and not self.chain:
+            self._note_changes_for(moved.chain)
         for name, rows in moved.tables.items():
             self.enter(name, rows)
         for name, pieces in moved.dense.items():
@@ -439,6 +386,8 @@ class ShardState:
         table.enter(restoring.rows_as_declared(moved, rows.declared, table.spec, self._time))
         if rows.candidates is not None:
             table.enter_candidates(rows.candidates)
+        if rows.gone is not None and table.changes is not None:
+            table.changes.enter_gone(rows.gone)
 
     # --- pulls
 
@@ -517,7 +466,10 @@ def _alone(part: TablePush) -> list[TablePush]:
 
 def _copied(table: Table) -> CopiedTable:
     counts = (table.evicted, table.dropped)
-    return CopiedTable(table.rule.hyper(), table.steps, table.swept, counts, table.candidates())
+    gone = table.changes.gone if table.changes is not None else None
+    return CopiedTable(
+        table.rule.hyper(), table.steps, table.swept, counts, table.candidates(), gone
+    )
 
 
 def _frozen(group: DenseShard) -> FrozenDense:

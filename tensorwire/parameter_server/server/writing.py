@@ -1,4 +1,7 @@
-"""Writes a shard's part of a snapshot while it goes on changing; ``snapshots`` reads it."""
+"""Writes a shard's part of a snapshot, or of a published version, while it goes on changing.
+
+``snapshots`` reads it. A version that is no point to begin from has rows without their state.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,22 @@ from tensorwire.checkpoint import PartWriter
 from tensorwire.parameter_server.decisions.views import runs_of
 from tensorwire.parameter_server.declarations.dense_spec import PieceData
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
-from tensorwire.parameter_server.snapshots.contents import DTYPES, part_name
+from tensorwire.parameter_server.snapshots.contents import (
+    DTYPES,
+    columns_of,
+    gone_name,
+    part_name,
+)
 from tensorwire.parameter_server.snapshots.kept import KeptDense, KeptRule
-from tensorwire.parameter_server.snapshots.saved import plain, saved_dense, saved_table
+from tensorwire.parameter_server.snapshots.saved import (
+    plain,
+    saved_dense,
+    saved_table,
+    without_state,
+)
 
 if TYPE_CHECKING:
-    from tensorwire.parameter_server.server.state import FrozenDense, FrozenShard
+    from tensorwire.parameter_server.server.parts import FrozenDense, FrozenShard
     from tensorwire.parameter_server.storage.frozen import Frozen
 
 _PIECE: Final = 1 << 16
@@ -34,18 +47,30 @@ def write(folder: str | Path, shard: int, frozen: FrozenShard, lock: threading.L
         frozen: the shard as it was.
         lock: held while rows are copied, never while they are written.
     """
+    version = frozen.version
+    with_state = version is None or version.with_state
     with PartWriter(folder, part_name(shard)) as part:
+        for name, ids in frozen.gone.items():
+            part.add(gone_name(name), torch.from_numpy(ids))
         tables = {
-            name: _write_table(part, name, each, lock) for name, each in frozen.tables.items()
+            name: _write_table(part, name, each, lock, with_state)
+            for name, each in frozen.tables.items()
         }
-        dense = {name: _write_dense(part, name, each) for name, each in frozen.dense.items()}
+        dense = {
+            name: _write_dense(part, name, each, with_state) for name, each in frozen.dense.items()
+        }
         slots = runs_of(frozen.slots)
         part.finish({"shard": shard, "slots": slots, "tables": tables, "dense": dense})
 
 
 def _write_table(
-    part: PartWriter, name: str, frozen: Frozen, lock: threading.Lock
+    part: PartWriter, name: str, frozen: Frozen, lock: threading.Lock, with_state: bool
 ) -> dict[str, Any]:
+    rule = frozen.rule
+    saved = rule.saved if isinstance(rule, KeptRule) else saved_table(frozen.spec, rule)
+    if not with_state:
+        saved = without_state(saved)
+    columns = columns_of(saved).keys() - {"ids"}
     count = 0
     while True:
         with lock:
@@ -53,13 +78,12 @@ def _write_table(
         if rows is None:
             break
         part.add(f"table/{name}/{count}/ids", torch.from_numpy(rows.ids))
-        for column, values in rows.columns.items():
+        for column in sorted(columns):
+            values = rows.columns[column]
             part.add(f"table/{name}/{count}/{column}", _tensor(values, column, frozen.spec))
         count += 1
-    if frozen.candidates is not None:
+    if frozen.candidates is not None and with_state:
         part.add(f"table/{name}/candidates", torch.from_numpy(np.stack(frozen.candidates)))
-    rule = frozen.rule
-    saved = rule.saved if isinstance(rule, KeptRule) else saved_table(frozen.spec, rule)
     return {"about": saved.encode(), "pieces": count, "steps": frozen.steps}
 
 
@@ -69,11 +93,14 @@ def _tensor(values: Any, column: str, spec: TableSpec) -> Tensor:
     return torch.from_numpy(values)
 
 
-def _write_dense(part: PartWriter, name: str, frozen: FrozenDense) -> dict[str, Any]:
+def _write_dense(
+    part: PartWriter, name: str, frozen: FrozenDense, with_state: bool
+) -> dict[str, Any]:
     kept: dict[str, dict[str, Any]] = {}
     for place, piece in frozen.data.items():
         part.add(f"dense/{name}/{place}/value", piece.value)
-        numbers = _write_state(part, f"dense/{name}/{place}/state", piece)
+        stem = f"dense/{name}/{place}/state"
+        numbers = _write_state(part, stem, piece) if with_state else {}
         if numbers:
             kept[str(place)] = numbers
     spec = frozen.spec

@@ -52,6 +52,11 @@ def part_name(shard: int) -> str:
     return f"shard{shard}"
 
 
+def gone_name(table: str) -> str:
+    """The name of the tensor with the ids of a table that were evicted before a version."""
+    return f"table/{table}/gone"
+
+
 @dataclass(frozen=True, slots=True)
 class TablePart:
     """What one shard wrote of a table.
@@ -111,12 +116,18 @@ class Restored:
     Args:
         saved: the checkpoint.
 
+    Attributes:
+        time: pushes of the fastest trainer.
+        counts: by trainer, how many of its pushes are in it.
+        shards: what each shard wrote.
+        described: each table and dense group by name.
+
     Raises:
         CheckpointError: it is no snapshot of a parameter server, or damaged.
     """
 
     def __init__(self, saved: Checkpoint) -> None:
-        self._saved = saved
+        self.saved = saved
         if "parameter_server" not in saved.meta:
             raise SnapshotError(f"{str(saved.path)!r} is no snapshot of a parameter server")
         with _damage(saved.path):
@@ -141,7 +152,7 @@ class Restored:
     @property
     def folder(self) -> str:
         """Where it is."""
-        return str(self._saved.path)
+        return str(self.saved.path)
 
     def _described(self) -> dict[str, Saved]:
         """Each table and dense group by name, of which all parts must say the same."""
@@ -161,7 +172,7 @@ class Restored:
         Raises:
             CheckpointError: something is not as it should be.
         """
-        self._saved.verify()
+        self.saved.verify()
         for name, saved in self.described.items():
             if isinstance(saved, SavedTable):
                 self._verify_table(name)
@@ -185,7 +196,7 @@ class Restored:
         Raises:
             CheckpointError: a column is missing, or not as it was written.
         """
-        with _damage(self._saved.path):
+        with _damage(self.saved.path):
             for shard in self.shards:
                 about = shard.tables.get(name)
                 for place in range(about.pieces if about else 0):
@@ -197,11 +208,11 @@ class Restored:
     ) -> dict[str, Tensor]:
         stem = f"table/{name}/{place}/"
         found = {
-            column: self._saved.tensor(shard.name, stem + column) for column in _columns_of(saved)
+            column: self.saved.tensor(shard.name, stem + column) for column in columns_of(saved)
         }
         ids = found["ids"]
         require(ids.dtype == torch.int64 and ids.dim() == 1, "ids are whole numbers")
-        for column, (width, dtype) in _columns_of(saved).items():
+        for column, (width, dtype) in columns_of(saved).items():
             if column != "ids":
                 values = found[column]
                 require(values.shape == (len(ids), width), f"{column} has a row for each id")
@@ -218,19 +229,33 @@ class Restored:
         Raises:
             CheckpointError: they are not as they were written.
         """
-        with _damage(self._saved.path):
+        with _damage(self.saved.path):
             for shard in self.shards:
                 about = shard.tables.get(name)
                 if about is not None and about.saved.admit is not None:
-                    found = self._saved.tensor(shard.name, f"table/{name}/candidates")
+                    found = self.saved.tensor(shard.name, f"table/{name}/candidates")
                     is_right = found.dtype == torch.int64 and found.dim() == 2 and len(found) == 3
                     require(is_right, f"candidates of {name!r} are ids, counts and times")
                     yield found.numpy()
 
+    def gone(self, name: str) -> Iterator[Any]:
+        """Ids of a table that were evicted since the version before; they come before its rows.
+
+        Raises:
+            CheckpointError: they are not as they were written.
+        """
+        with _damage(self.saved.path):
+            for shard in self.shards:
+                if gone_name(name) in self.saved.parts[shard.name].tensors:
+                    ids = self.saved.tensor(shard.name, gone_name(name))
+                    is_right = ids.dtype == torch.int64 and ids.dim() == 1
+                    require(is_right, f"evicted ids of {name!r} are whole numbers")
+                    yield ids.numpy()
+
     def _verify_table(self, name: str) -> None:
         ids = [columns["ids"].numpy() for _, columns in self.pieces(name)]
         require_different(name, np.concatenate(ids) if ids else np.empty(0, np.int64))
-        for _ in self.candidates(name):
+        for _ in (*self.candidates(name), *self.gone(name)):
             pass
 
     # --- dense groups
@@ -242,7 +267,7 @@ class Restored:
             CheckpointError: one is missing, or not as it was written.
         """
         found: dict[int, PieceData] = {}
-        with _damage(self._saved.path):
+        with _damage(self.saved.path):
             for shard in self.shards:
                 about = shard.dense.get(name)
                 for place in places & set(about.pieces) if about else ():
@@ -252,12 +277,12 @@ class Restored:
 
     def _piece(self, part: str, name: str, place: int, about: DensePart) -> PieceData:
         stem = f"dense/{name}/{place}/state/"
-        tensors = self._saved.parts[part].tensors
+        tensors = self.saved.parts[part].tensors
         state: dict[str, Any] = dict(about.plain.get(place, {}))
         for each in tensors:
             if each.startswith(stem):
-                state[each.removeprefix(stem)] = self._saved.tensor(part, each).clone()
-        value = self._saved.tensor(part, f"dense/{name}/{place}/value").clone()
+                state[each.removeprefix(stem)] = self.saved.tensor(part, each).clone()
+        value = self.saved.tensor(part, f"dense/{name}/{place}/value").clone()
         piece = about.saved.pieces[place]
         require(value.numel() == len(piece), f"piece {place} of {name!r} has its elements")
         require(value.dtype == about.saved.dtypes[piece.parameter], f"{name!r} is of its dtype")
@@ -282,7 +307,7 @@ def require_different(name: str, ids: Any) -> None:
     require(not bool((ordered[1:] == ordered[:-1]).any()), f"ids of {name!r} are there once each")
 
 
-def _columns_of(saved: SavedTable) -> dict[str, tuple[int, torch.dtype]]:
+def columns_of(saved: SavedTable) -> dict[str, tuple[int, torch.dtype]]:
     """The columns of a table, with width and dtype."""
     found = {"ids": (1, torch.int64), "weight": (saved.dim, DTYPES[saved.precision])}
     for name, per in saved.state.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -155,6 +155,11 @@ def saved_table(spec: TableSpec, rule: Rule) -> SavedTable:
         spec.admit.pushes if spec.admit else None,
         spec.evict.steps if spec.evict else None,
     )
+
+
+def without_state(saved: SavedTable) -> SavedTable:
+    """The description of a table of which only rows are kept."""
+    return replace(saved, state={}, admit=None, evict=None)
 
 
 def saved_dense(spec: DenseSpec, groups: tuple[Mapping[str, Any], ...]) -> SavedDense:

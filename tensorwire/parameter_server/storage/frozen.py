@@ -1,13 +1,14 @@
 """A table as it was at one moment, while it goes on changing.
 
-At the moment itself all rows are marked, which takes a byte a row. A writer copies them in pieces,
-each under the shard's lock; whoever changes a row that was not copied yet saves it first.
+At the moment itself all rows are marked, or those that are to be published, which takes a byte a
+row. A writer copies them in pieces, each under the shard's lock; whoever changes a marked row that
+was not copied yet saves it first.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from tensorwire.parameter_server.kernels.arrays import Bytes, Ints
 if TYPE_CHECKING:
     from tensorwire.parameter_server.storage.table import Rows, Table
 
+_LOOK: Final = 16
+"""Rows that are looked at for each that may be copied, where few are wanted."""
+
 
 class Frozen:
     """One such memory of one table.
@@ -23,9 +27,10 @@ class Frozen:
     Args:
         table: whose.
         kernels: see ``kernels``.
+        wanted: by row, 1 for those that are to be remembered; None for all rows.
     """
 
-    def __init__(self, table: Table, kernels: ModuleType) -> None:
+    def __init__(self, table: Table, kernels: ModuleType, wanted: Bytes | None = None) -> None:
         self.count = len(table)
         self.spec = table.spec
         self.steps = table.steps
@@ -33,7 +38,7 @@ class Frozen:
         self.candidates = table.candidates()
         self._table = table
         self._k = kernels
-        self._pending: Bytes = np.ones(self.count, np.uint8)
+        self._pending: Bytes = np.ones(self.count, np.uint8) if wanted is None else wanted
         self._saved: list[Rows] = []
         self._next = 0
 
@@ -53,9 +58,19 @@ class Frozen:
     def next_piece(self, size: int) -> Rows | None:
         """The next rows as they were; None after the last. Call it under the shard's lock."""
         while self._next < self.count:
-            begin, self._next = self._next, min(self._next + size, self.count)
-            rows = np.flatnonzero(self._pending[begin : self._next]) + begin
+            begin = self._next
+            found = np.flatnonzero(self._pending[begin : begin + _LOOK * size])
+            rows = found[:size] + begin
+            is_all = len(found) <= size
+            self._next = min(begin + _LOOK * size, self.count) if is_all else int(rows[-1]) + 1
             self._pending[rows] = 0
             if len(rows):
                 return self._table.taken(rows)
-        return self._saved.pop() if self._saved else None
+        return self._next_saved(size)
+
+    def _next_saved(self, size: int) -> Rows | None:
+        """Some of the rows that changed before they were copied, of several updates together."""
+        pieces: list[Rows] = []
+        while self._saved and sum(len(each.ids) for each in pieces) < size:
+            pieces.append(self._saved.pop())
+        return pieces[0].followed_by(pieces[1:]) if pieces else None

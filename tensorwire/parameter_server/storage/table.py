@@ -18,10 +18,11 @@ from torch import Tensor
 
 from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import TableSpec
-from tensorwire.parameter_server.kernels.arrays import Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Ints, Slots
 from tensorwire.parameter_server.rows.index import Index
 from tensorwire.parameter_server.rows.memory import Column
 from tensorwire.parameter_server.storage.candidates import Candidates
+from tensorwire.parameter_server.storage.changes import Changes, Gone
 from tensorwire.parameter_server.storage.frozen import Frozen
 from tensorwire.parameter_server.storage.row_store import HostRows, store_for
 
@@ -61,6 +62,15 @@ class Rows:
         self.ids = ids
         self.columns = columns
 
+    def followed_by(self, others: Sequence[Rows]) -> Rows:
+        """These rows and others of the same table."""
+        every = [self, *others]
+        ids = np.concatenate([each.ids for each in every])
+        columns = {
+            name: np.concatenate([each.columns[name] for each in every]) for name in self.columns
+        }
+        return Rows(ids, columns)
+
 
 class Table:
     """The rows of one table on one shard.
@@ -81,6 +91,7 @@ class Table:
         plain: the store if rows are float32 in the host's memory, every id gets one, and none
             leaves: such tables ``storage.tables`` reads and moves together. Else None.
         row_bytes: the bytes that one more row takes, with its place in the index.
+        changes: what has changed since a version was published; None if none ever was.
     """
 
     def __init__(
@@ -101,6 +112,7 @@ class Table:
         self._candidates = Candidates(spec.admit.pushes, kernels) if spec.admit else None
         self.swept = 0
         self._frozen: list[Frozen] = []
+        self.changes: Changes | None = None
         has_all = spec.admit is None and spec.evict is None
         self.plain = self.store if has_all and isinstance(self.store, HostRows) else None
         self._width = self.store.row_bytes + 8 + (8 if spec.evict else 0)
@@ -168,7 +180,7 @@ class Table:
         if self._candidates is not None:
             ids, grad, places = self._admitted(ids, grad, counts, time)
         rows = self.rows_for(ids, places, time - 1)
-        self.save_before(rows)
+        self.note_changes(rows)
         self.store.update(rows, ids, grad, self.rule, self.steps)
         if self._touched is not None:
             self._touched.rows[rows, 0] = time
@@ -241,6 +253,8 @@ class Table:
         ids, values = ids[new], np.ascontiguousarray(values[new])
         rows = self.rows_for(ids, None, self.swept)
         self.store.write(rows, ids, values, self.steps)
+        if self.changes is not None:
+            self.changes.mark(rows)
         if self._touched is not None:
             self._touched.rows[rows, 0] = self.swept
 
@@ -301,13 +315,17 @@ class Table:
         age = time - self._touched.rows[: len(self), 0]
         old = np.flatnonzero(age >= self.spec.evict.steps)
         self.evicted += len(old)
+        if self.changes is not None:
+            self.changes.note_gone(self._ids.rows[old, 0].copy())
         self.remove(old)
         if self._candidates is not None:
             self._candidates.forget(time - self.spec.evict.steps)
 
     def _own_columns(self) -> tuple[Column, ...]:
         """What the table itself keeps for each row."""
-        return (self._ids,) if self._touched is None else (self._ids, self._touched)
+        ages = () if self._touched is None else (self._touched,)
+        marks = () if self.changes is None else self.changes.columns().values()
+        return (self._ids, *ages, *marks)
 
     def remove(self, rows: Ints) -> None:
         """Removes rows, all different; the last ones take their numbers."""
@@ -346,6 +364,8 @@ class Table:
         columns = self.store.take(rows)
         if self._touched is not None:
             columns["touched"] = self._touched.rows[rows]
+        if self.changes is not None:
+            columns |= self.changes.taken(rows)
         return Rows(self._ids.rows[rows, 0], columns)
 
     def enter(self, rows: Rows) -> None:
@@ -357,6 +377,8 @@ class Table:
         self.store.put(places, rows.columns)
         if self._touched is not None and "touched" in rows.columns:
             self._touched.rows[places] = rows.columns["touched"]
+        if self.changes is not None:
+            self.changes.enter(places, rows.columns)
 
     def take_candidates(self, slots: Any) -> tuple[Ints, Ints, Ints] | None:
         """Ids in marked slots that wait for a row, with their counts; they are no more here."""
@@ -371,11 +393,25 @@ class Table:
         """A copy of the ids that wait for a row, with their counts."""
         return self._candidates.all() if self._candidates is not None else None
 
+    def begin_changes(self) -> None:
+        """From now on notes what changes, beginning with nothing."""
+        self.changes = Changes()
+
+    def take_gone(self, slots: Any) -> Gone | None:
+        """Evicted ids in marked slots, which were to be published; they are no more here."""
+        if self.changes is None:
+            return None
+        return self.changes.take_gone(lambda ids: self.in_slots(ids, slots))
+
     # --- as it was
 
-    def freeze(self) -> Frozen:
-        """Remembers the rows as they are now, while they go on changing; see :class:`Frozen`."""
-        frozen = Frozen(self, self._k)
+    def freeze(self, wanted: Bytes | None = None) -> Frozen:
+        """Remembers the rows as they are now, while they go on changing; see :class:`Frozen`.
+
+        Args:
+            wanted: by row, 1 for those that are to be remembered; None for all rows.
+        """
+        frozen = Frozen(self, self._k, wanted)
         self._frozen.append(frozen)
         return frozen
 
@@ -385,9 +421,15 @@ class Table:
             self._frozen.remove(frozen)
 
     @property
-    def is_frozen(self) -> bool:
-        """True while somebody must know how the rows were; then see :meth:`save_before`."""
-        return bool(self._frozen)
+    def is_watched(self) -> bool:
+        """True while somebody must know which rows change; see :meth:`note_changes`."""
+        return bool(self._frozen) or self.changes is not None
+
+    def note_changes(self, rows: Ints) -> None:
+        """Saves and marks rows that are about to change, for those who must know."""
+        self.save_before(rows)
+        if self.changes is not None:
+            self.changes.mark(rows)
 
     def save_before(self, rows: Ints) -> None:
         """Saves rows that are about to change for those who must know how they were."""

@@ -172,8 +172,8 @@ def _rows_for(tables: Sequence[Table], whole: ManyParts, ends: Sequence[int], ti
             part.ids, part.places, time
         )
     for place, table in enumerate(tables):
-        if table.is_frozen:
-            table.save_before(rows[ends[place] - whole.sizes[place] : ends[place]])
+        if table.is_watched:
+            table.note_changes(rows[ends[place] - whole.sizes[place] : ends[place]])
     return rows
 
 

@@ -33,7 +33,8 @@ from tensorwire.parameter_server.declarations.rules import SGD
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.kernels import torch_kernels
 from tensorwire.parameter_server.messaging.messages import DensePush, Load, TableIds, TablePush
-from tensorwire.parameter_server.server.state import Copied, FrozenShard, Moved, ShardState
+from tensorwire.parameter_server.server.parts import Copied, FrozenShard, Moved
+from tensorwire.parameter_server.server.state import ShardState
 from tensorwire.parameter_server.storage.table import Rows
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
 

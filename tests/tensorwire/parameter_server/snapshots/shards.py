@@ -27,7 +27,8 @@ from tensorwire.parameter_server.messaging.messages import (
     TablePush,
     Values,
 )
-from tensorwire.parameter_server.server.state import MovedTable, ShardState
+from tensorwire.parameter_server.server.parts import MovedTable
+from tensorwire.parameter_server.server.state import ShardState
 from tensorwire.parameter_server.server.writing import write
 from tensorwire.parameter_server.snapshots.contents import FORMAT, Restored, part_name
 from tensorwire.parameter_server.snapshots.kept import Keeping
@@ -37,7 +38,7 @@ IDS = torch.arange(40)
 STEPS = 3
 
 
-def _memory(to: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def memory(to: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
@@ -45,7 +46,7 @@ def primed(
     declared: Mapping[str, str], shards: int, folder: str = "", time: int = 0
 ) -> list[ShardState]:
     """The shards of a new cluster."""
-    made = [ShardState(number, BSP(), torch_kernels, _memory) for number in range(shards)]
+    made = [ShardState(number, BSP(), torch_kernels, memory) for number in range(shards)]
     slots = evenly(range(shards))
     for each in made:
         each.run(orders.Prime({0: time}, time, 0, slots, frozenset(), declared, folder))
@@ -57,11 +58,11 @@ def push(shards: Sequence[ShardState], spec: Spec, time: int) -> None:
     for shard in shards:
         load = _rows(shard, spec, time) if isinstance(spec, TableSpec) else None
         if isinstance(spec, DenseSpec):
-            load = _dense(shard, spec, time)
+            load = dense_gradients(shard, spec, time)
         shard.run(Apply((Push(0, time - 1, 0, PushKind.UPDATE, load),), time))
 
 
-def _beginning(spec: DenseSpec) -> dict[int, PieceData]:
+def beginning(spec: DenseSpec) -> dict[int, PieceData]:
     """The values that a trainer begins with."""
     dtypes = [spec.dtypes[piece.parameter] for piece in spec.pieces]
     return {
@@ -79,7 +80,7 @@ def _rows(shard: ShardState, spec: TableSpec, time: int) -> Load:
     return Load((TablePush(rows, packed, (spec.rule.hyper(),)),))
 
 
-def _dense(shard: ShardState, spec: DenseSpec, time: int) -> Load:
+def dense_gradients(shard: ShardState, spec: DenseSpec, time: int) -> Load:
     group = shard.dense[spec.name]
     grads: dict[torch.dtype, Any] = {}
     for dtype, flat in group.values().items():
@@ -96,7 +97,7 @@ def save(
     for each in several:
         if isinstance(each, DenseSpec):
             for shard in made:
-                shard.run(Assign(Values(each.name, 0, _beginning(each))))
+                shard.run(Assign(Values(each.name, 0, beginning(each))))
     for time in range(1, steps + 1):
         for each in several:
             push(made, each, time)
@@ -132,12 +133,12 @@ def declare(shards: Sequence[ShardState], spec: Spec) -> None:
 
 
 def columns(shards: Sequence[ShardState], name: str) -> dict[str, torch.Tensor]:
-    """All that is kept of a table, in the order of its ids."""
+    """All that is kept of a table, in the order of its ids, but for marks of what has changed."""
     pieces = [rows for each in shards for rows in each.tables[name].pieces(1000)]
     ids = np.concatenate([rows.ids for rows in pieces])
     order = np.argsort(ids)
     found = {"ids": torch.from_numpy(ids[order])}
-    for column in pieces[0].columns:
+    for column in [each for each in pieces[0].columns if not each.startswith("changed.")]:
         values = np.concatenate([rows.columns[column] for rows in pieces])[order]
         is_half = values.dtype == np.uint16
         found[column] = torch.from_numpy(values.view(np.int16) if is_half else values)

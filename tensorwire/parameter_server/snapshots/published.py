@@ -1,0 +1,108 @@
+"""The content of published versions: bases, which have all rows, and deltas, which have changes.
+
+A version's folder has a part of each shard, written and read as a snapshot's (``contents``), and
+beside each its description. Of a delta, ids of rows that were evicted come first
+(:meth:`Restored.gone`), then rows that have changed; dense parameters are there whole. A version
+that is no restore point has rows without their state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tensorwire.checkpoint import Checkpoint
+from tensorwire.parameter_server.errors import SnapshotError
+from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.rows.index import Index
+from tensorwire.parameter_server.snapshots.contents import (
+    FORMAT,
+    Restored,
+    TablePart,
+    columns_of,
+    part_name,
+)
+from tensorwire.parameter_server.snapshots.saved import SavedTable, require, typed
+
+
+def about_version(
+    shards: Sequence[int], counts: Mapping[int, int], time: int, extra: Any
+) -> dict[str, Any]:
+    """The plain data that is kept with a version.
+
+    Args:
+        shards: that wrote it.
+        counts: by trainer, how many of its pushes are in it.
+        time: pushes of the fastest trainer.
+        extra: the user's own.
+    """
+    return {
+        "parameter_server": FORMAT,
+        "shards": list(shards),
+        "counts": [list(each) for each in sorted(counts.items())],
+        "time": time,
+        "extra": extra,
+    }
+
+
+def content_of(folder: Path, about: Mapping[str, Any]) -> Restored:
+    """What one version holds, apart from those before it.
+
+    Args:
+        folder: of the version.
+        about: what :func:`about_version` made.
+
+    Raises:
+        CheckpointError: it is damaged, or of something else.
+    """
+    if "parameter_server" not in about:
+        raise SnapshotError(f"{str(folder)!r} is no version of a parameter server's state")
+    shards = typed(about.get("shards"), list, "shards")
+    require(bool(shards), "some shard has written it")
+    names = [part_name(typed(each, int, "a shard")) for each in shards]
+    return Restored(Checkpoint.of_parts(folder, names, about))
+
+
+class Replayed(Restored):
+    """A base with the deltas after it: as a snapshot of the last one's cut.
+
+    Args:
+        versions: the contents of the base and of all deltas up to the last one, in order.
+
+    Raises:
+        CheckpointError: a delta has a table that is kept otherwise than in the versions before.
+    """
+
+    def __init__(self, versions: Sequence[Restored]) -> None:
+        super().__init__(versions[-1].saved)
+        self._versions = versions
+        for version in versions[:-1]:
+            for name, saved in version.described.items():
+                self._require_alike(name, saved, version.folder)
+
+    def _require_alike(self, name: str, saved: Any, folder: str) -> None:
+        mine = self.described.get(name)
+        if isinstance(mine, SavedTable) and isinstance(saved, SavedTable):
+            same = columns_of(mine) == columns_of(saved)
+            require(same, f"rows of {name!r} have the same columns in {folder} as in later ones")
+
+    def verify(self) -> None:
+        """Reads everything, and checks it; see :meth:`Restored.verify`."""
+        for version in self._versions:
+            version.verify()
+
+    def pieces(self, name: str) -> Iterator[tuple[TablePart, dict[str, Tensor]]]:
+        """The rows of a table, each from the last version that has it, unless it went later."""
+        seen = Index(kernels())
+        for version in reversed(self._versions):
+            ids = []
+            for about, columns in version.pieces(name):
+                own = columns["ids"].numpy()
+                ids.append(own)
+                fresh = seen.find(own) < 0
+                yield about, {column: values[fresh] for column, values in columns.items()}
+            for each in (*ids, *version.gone(name)) if version is not self._versions[0] else ():
+                seen.upsert(each)
