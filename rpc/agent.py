@@ -161,23 +161,23 @@ class Agent(process_forks.ForkAware):
         self.group_shutdown = GroupShutdown(self)
         self.worker_loss: WorkerLoss = WorkerLoss(self)
         self._shared = shared = CallParts(
-            self.info,
-            self.group,
-            self.clock,
-            self.timeouts,
-            transport,
-            transport.host_moves if isinstance(transport, MapsDevices) else frozenset(),
-            self.control,
-            self.references,
-            self.extensions,
-            self.completions,
-            self.timers,
-            self.group_shutdown,
-            EarlyFrames(),
-            self.worker_loss.refused,
+            me=self.info,
+            group=self.group,
+            clock=self.clock,
+            timeouts=self.timeouts,
+            transport=transport,
+            host_moves=transport.host_moves if isinstance(transport, MapsDevices) else frozenset(),
+            control=self.control,
+            references=self.references,
+            extensions=self.extensions,
+            completions=self.completions,
+            timers=self.timers,
+            shutdown=self.group_shutdown,
+            early=EarlyFrames(),
+            refused=self.worker_loss.refused,
         )
         self.caller = Caller(shared, self.directory, self.pulse.wake)
-        self.references.calls = self.caller
+        self.references.call_by(self.caller)
         self.callee = Callee(
             shared,
             self.executor,

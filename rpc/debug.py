@@ -32,7 +32,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     return {
         "num_owner_rrefs": str(references.report.shared_values()),
         "num_pending_users": str(counts.num_pending_users),
-        "num_pending_futures": str(references.creations_under_way()),
+        "num_pending_futures": str(references.creations.under_way()),
         "num_forks": str(counts.num_forks),
     }
 

@@ -84,7 +84,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What ``python -m tensorwire`` tells.
+    """The versions and facts that ``python -m tensorwire`` prints.
 
     Args:
         version: of TensorWire.

@@ -20,7 +20,7 @@ from rpc.transports.base import Transport
 from rpc.worker_info import WorkerInfo
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class CallParts:
     """The objects that callers and callees of one worker use together.
 

@@ -140,7 +140,7 @@ class Callee:
         inline = 0 if in_batch else self.shared.transport.inline_handlers
         task = service.run
         if request.operation is _CALL and not request.references:  # nothing is to be adopted
-            task = partial(service.serve, self.shared.references.nothing_adopted)
+            task = partial(service.serve, self.shared.references.lending.nothing_adopted)
         executor.run_here(task, inline)
 
     def _decode(self, header: bytes, end: int) -> tuple[Request, bytes]:

@@ -185,8 +185,8 @@ class Caller(OutstandingCalls):
         retry: Retry | None = None,
     ) -> Any:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
-        name = self._named.get(func) if type(func) in _NAMED_KINDS else None
-        is_plain = name is not None and kwargs is None and (args is None or type(args) is tuple)
+        is_known = type(func) in _NAMED_KINDS and func in self._named
+        is_plain = is_known and kwargs is None and (args is None or type(args) is tuple)
         if not is_plain and func is not call_method:
             require_call(func, args, kwargs)
         if finalizers.collecting:
@@ -203,14 +203,7 @@ class Caller(OutstandingCalls):
             peer = self._reachable.get(to) if type(to) is str else None
         if peer is None:
             peer = self.find(to, timeout)
-        held, here.held = here.held, True
-        try:
-            self.call(peer, func, args or (), kwargs or {}, timeout, sink)
-            return self.sync(sink)
-        finally:
-            here.held = held
-            if here.due and not held:
-                raise_due()
+        return self.run(sink, self.call, peer, func, args or (), kwargs or {}, timeout, sink)
 
     def rpc_async(
         self,
@@ -222,7 +215,10 @@ class Caller(OutstandingCalls):
         retry: Retry | None = None,
     ) -> Future[Any]:
         """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
-        require_call(func, args, kwargs)
+        is_known = type(func) in _NAMED_KINDS and func in self._named
+        is_plain = is_known and kwargs is None and (args is None or type(args) is tuple)
+        if not is_plain:
+            require_call(func, args, kwargs)
         if finalizers.collecting and finalizers.running():
             return self.later(lambda: self.rpc_async(to, func, args, kwargs, timeout, retry))
         if retry is not None:
@@ -242,13 +238,7 @@ class Caller(OutstandingCalls):
                     waits.wait(self._shared.timeouts.of(timeout))
                     return future
                 peer = self._shared.group.find(to)
-            held, here.held = here.held, True
-            try:
-                self.call(peer, func, args or (), kwargs or {}, timeout, sink)
-            finally:
-                here.held = held
-                if here.due and not held:
-                    raise_due()
+            self.run(sink, self.call, peer, func, args or (), kwargs or {}, timeout, sink)
         except (WorkerLostError, RpcTimeoutError) as error:
             future.set_exception(error)
         return future
@@ -274,15 +264,15 @@ class Caller(OutstandingCalls):
         before = shut_out()
         try:
             limit = self._shared.timeouts.of(timeout)
-            rref, passed, sink = references.create(owner, func, limit)
+            rref, passed, sink = references.creations.create(owner, func, limit)
             target = encode_passed((passed,))
             try:
                 sent = self.call(owner, func, args or (), kwargs or {}, timeout, sink, target)
             except BaseException as error:
-                references.creation_not_sent(rref, passed, error)
+                references.creations.not_sent(rref, passed, error)
                 raise
             if not sent:
-                references.creation_given_up(passed)
+                references.creations.given_up(passed)
             return rref
         finally:
             restore(before)
@@ -403,14 +393,14 @@ class Caller(OutstandingCalls):
             )
         extensions, loan, table, slots = beside
         if through is not None:
-            target, loan = shared.references.lend_through(through, peer, loan)
+            target, loan = shared.references.lending.lend_through(through, peer, loan)
         if target or extensions or loan.table:
             parts = operation, plain, limit, target, extensions, loan.table, table, function
             message: Request = new_tuple(Request, parts)
             try:
                 header = message.encode()
             except EncodeError as error:
-                shared.references.unsent(loan, str(error))
+                shared.references.lending.unsent(loan, str(error))
                 raise
         else:
             header = request_prefix(operation, function, limit, plain) + table
@@ -477,26 +467,33 @@ class Caller(OutstandingCalls):
 
     # --- Waiting
 
-    def sync(self, sink: WaitingCaller) -> Any:
-        """Waits for a sink's outcome; gives the call up if something ends the wait itself."""
-        try:
-            return sink.result(self._shared.transport.wait)
-        except BaseException:
-            if sink.is_waiting and not self.cancel_where(lambda each: leads_to(each, sink)):
-                sink.abandon(self._shared.references.adopt)
-            raise
+    def run(self, sink: Sink, start: Callable[..., object], *args: Any) -> Any:
+        """Starts a call by ``start(*args)`` and waits for its outcome, if ``sink`` is for that.
 
-    def fetch(self, rref: RRef[Any], owner: WorkerInfo, timeout: float) -> Any:
-        """Asks the owner of a value for a copy, and waits."""
-        sink = WaitingCaller()
+        Ctrl-C is held back but while it waits. If something ends the wait itself, the call is
+        given up.
+        """
         held, here.held = here.held, True
         try:
-            self.request(Operation.FETCH, owner, (), timeout, sink, b"", "to_here", through=rref)
-            return self.sync(sink)
+            start(*args)
+            if type(sink) is not WaitingCaller:
+                return None
+            try:
+                return sink.result(self._shared.transport.wait)
+            except BaseException:
+                if sink.is_waiting and not self.cancel_where(lambda each: leads_to(each, sink)):
+                    sink.abandon(self._shared.references.lending.adopt)
+                raise
         finally:
             here.held = held
             if here.due and not held:
                 raise_due()
+
+    def fetch(self, rref: RRef[Any], owner: WorkerInfo, timeout: float) -> Any:
+        """Asks the owner of a value for a copy, and waits."""
+        sink, fetch = WaitingCaller(), Operation.FETCH
+        asked = fetch, owner, (), timeout, sink, b"", "to_here", b"", rref
+        return self.run(sink, self.request, *asked)
 
     # --- Replies
 
@@ -540,11 +537,11 @@ class Caller(OutstandingCalls):
         try:
             if ended is not None:
                 if call.loan.passed:
-                    shared.references.call_ended(call.loan)
+                    shared.references.lending.call_ended(call.loan)
                 if ending is _REPLIED:
                     call.sink.replied(reply, frame, partial(self._unpack, call))
                 elif reply.references:
-                    shared.references.adopt(reply.references)
+                    shared.references.lending.adopt(reply.references)
         finally:
             with self._lock:
                 self._processing -= 1
@@ -566,9 +563,9 @@ class Caller(OutstandingCalls):
         if reply.status is _ERROR and type(payload) is not Unreceived:
             raise decode_error(bytes(payload))
         references, replace = self._shared.references, None
-        adopted = references.nothing_adopted
+        adopted = references.lending.nothing_adopted
         if reply.references:
-            adopted = references.adopt(reply.references)
+            adopted = references.lending.adopt(reply.references)
         if reply.extensions:
             on_reply = self._shared.extensions.on_reply
             replace = partial(on_reply, call.to, call.extensions, reply.extensions)

@@ -21,7 +21,7 @@ from rpc.observe.spans import WatchedSink, traced, watching
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import FutureSink, Sink
 from rpc.runtime import deadlines
-from rpc.runtime.signals import here, raise_due
+from rpc.runtime.signals import restore, shut_out
 from rpc.runtime.stack_room import require as require_room
 from rpc.transports.base import Patience
 from rpc.wire import codec
@@ -86,7 +86,7 @@ class ExtensionMessages:
         if timeout == UNSET_RPC_TIMEOUT:
             timeout = self._shared.timeouts.default
         timeout = 0.0 if timeout >= deadlines.FOREVER else timeout
-        held, here.held = here.held, True
+        before = shut_out()
         try:
             require_room()
             shared, caller, value = self._shared, self._caller, (body, *tensors)
@@ -113,6 +113,4 @@ class ExtensionMessages:
             request: Request = new_tuple(Request, parts)
             caller.send(call, request.encode(), encoded.payload, slots)
         finally:
-            here.held = held
-            if here.due and not held:
-                raise_due()
+            restore(before)

@@ -166,7 +166,7 @@ class OutstandingCalls:
 
     def _refusal(self, call: Call) -> AgentClosedError:
         error = AgentClosedError(f"{call.description}: {self.closed_because}")
-        self._shared.references.unsent(call.loan, str(error))
+        self._shared.references.lending.unsent(call.loan, str(error))
         return error
 
     def _take_back(self, call: Call, error: BaseException) -> bool:
@@ -180,7 +180,7 @@ class OutstandingCalls:
             withdrawn = self._table.withdraw(call.number)
             if withdrawn:
                 self._count_failures((call,), ErrorKind.OTHER)
-        shared.references.unsent(call.loan, str(error))
+        shared.references.lending.unsent(call.loan, str(error))
         shared.shutdown.activity_changed()
         lost = shared.group.lost_error(call.to)
         if withdrawn and lost is not None and isinstance(error, UnknownWorkerError):
@@ -221,7 +221,7 @@ class OutstandingCalls:
             lost = (e.call for e in ended if e.ending is Ending.LOST)
             self._count_failures(lost, ErrorKind.LOST)
         for item in ended:
-            self._shared.references.call_ended(item.call.loan)
+            self._shared.references.lending.call_ended(item.call.loan)
             if item.ending is Ending.LOST:
                 item.call.sink.failed(copy(error))  # who raises it adds frames to it
         self._shared.transport.wake()

@@ -79,7 +79,7 @@ def pack(
             lower = tensor_table.pack_tensors
         is_moved = host_moves and (to, borrow) in host_moves
         table, slots = lower(tensors, _NONE_INLINE if is_moved else tensor_table.INLINE_LIMIT)
-    loan = references.lend(found, to, borrow=borrow) if found else NOTHING_LENT
+    loan = references.lending.lend(found, to, borrow=borrow) if found else NOTHING_LENT
     return new_tuple(Packed, (extensions, loan, table, slots))
 
 

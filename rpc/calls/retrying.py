@@ -141,15 +141,18 @@ class Retries:
     def sync(self, call: RetriedCall, timeout: float, retry: Retry) -> Any:
         """As :meth:`start`, and waits for the outcome; interrupted, it gives the call up."""
         waiting = WaitingCaller()
+        tried: list[RetriedSink] = []
+
+        def start() -> None:
+            tried.append(self.start(call, timeout, retry, waiting))
+
         before = shut_out()
         try:
-            tried = self.start(call, timeout, retry, waiting)
-            try:
-                return self.caller.sync(waiting)
-            except BaseException:
-                if waiting.is_waiting:
-                    tried.give_up()
-                raise
+            return self.caller.run(waiting, start)
+        except BaseException:
+            if tried and waiting.is_waiting:
+                tried[0].give_up()
+            raise
         finally:
             restore(before)
 
@@ -173,14 +176,14 @@ class Retries:
         limit = self.shared.timeouts.of(timeout)
         before = shut_out()
         try:
-            rref, passed, sink = references.create(owner, call.func, limit)
+            rref, passed, sink = references.creations.create(owner, call.func, limit)
             creation = Creation(passed.reference.owner, encode_passed((passed,)))
             tried = self._new(replace(call, to=owner, creation=creation), timeout, retry, sink)
             try:
                 tried.send()
             except BaseException as error:
                 tried.abandon()
-                references.creation_not_sent(rref, passed, error)
+                references.creations.not_sent(rref, passed, error)
                 raise
             return rref
         finally:
@@ -392,7 +395,7 @@ class _Nobody:
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """Drops it, and lets go of its references."""
         if reply.references:
-            self._references.adopt(reply.references)
+            self._references.lending.adopt(reply.references)
 
     def failed(self, error: Exception) -> None:
         """Drops it."""

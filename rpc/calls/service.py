@@ -175,10 +175,10 @@ class Service:
         """Adopts the references, and goes on when the owners have confirmed them."""
         request, references = self.request, self._callee.shared.references
         if request.operation is Operation.CREATE:
-            self._creates = references.creation_arrived(self._caller, request.target)
-        adopted = references.nothing_adopted
+            self._creates = references.creations.arrived(self._caller, request.target)
+        adopted = references.lending.nothing_adopted
         if request.references:
-            adopted = references.adopt(request.references)
+            adopted = references.lending.adopt(request.references)
         if not adopted.pending:
             self.serve(adopted)
             return
@@ -237,7 +237,7 @@ class Service:
         else:
             value = None
             if operation is Operation.METHOD:
-                value = self._callee.shared.references.place_of(self.request.target)
+                value = self._callee.shared.references.creations.place_of(self.request.target)
                 if not value.done():
                     again = self._later(lambda _: self.serve(adopted))
                     self._suspend(value.when_done, again, value.forget)
@@ -353,7 +353,7 @@ class Service:
 
     def _place(self) -> Slot:
         """The place of the value that the request asks for, or whose method it calls."""
-        return self._callee.shared.references.place_of(self.request.target)
+        return self._callee.shared.references.creations.place_of(self.request.target)
 
     def _later(self, go_on: Callable[[Any], None]) -> Callable[[Any], object]:
         """``go_on`` as a callback that leaves it to a handler thread, in this context."""
@@ -441,7 +441,7 @@ class Service:
     def _succeed(self, result: object) -> None:
         try:
             if self._creates is not None:
-                self._callee.shared.references.created(self._creates, result)
+                self._callee.shared.references.creations.created(self._creates, result)
                 result = encode_constant(result)  # all that outlives the reference
             if self.number:
                 self._callee.ended_once(self, result, None)
@@ -497,7 +497,7 @@ class Service:
         try:
             self._send(reply, payload, slots)
         except BaseException as error:
-            self._callee.shared.references.unsent(loan, str(error))
+            self._callee.shared.references.lending.unsent(loan, str(error))
             if not isinstance(error, _NOBODY_THERE):
                 raise
             self._drop_reply(error)
@@ -520,7 +520,7 @@ class Service:
         if self._creates is not None or self.number:
             keep(error)
         if self._creates is not None:
-            self._callee.shared.references.creation_raised(self._creates, raisable(error))
+            self._callee.shared.references.creations.raised(self._creates, raisable(error))
             if self.number:
                 self._callee.ended_once(self, b"", None)
             else:
@@ -534,7 +534,7 @@ class Service:
         """Ends a request that nobody waits for any more, and of which nothing runs."""
         error = self._why_given_up()
         if self._creates is not None:
-            self._callee.shared.references.creation_raised(self._creates, error)
+            self._callee.shared.references.creations.raised(self._creates, error)
         if self.number:
             self._callee.ended_once(self, None, error)
         else:

@@ -28,7 +28,7 @@ from rpc.worker_info import WorkerInfo
 
 
 class _Request(enum.Enum):
-    """What the thread that writes is asked for."""
+    """Requests to the thread that writes."""
 
     DUMP = enum.auto()
     STOP = enum.auto()

@@ -91,7 +91,7 @@ class Progress:
             return ProgressReport(self._steps, now - self._last, phase, now - since)
 
     def facts(self) -> dict[str, dict[str, object]]:
-        """What each source tells; of one that fails, why."""
+        """The answer of each source; of one that fails, why."""
         with self._lock:
             sources = dict(self._sources)
         told: dict[str, dict[str, object]] = {}

@@ -12,7 +12,7 @@ _V = TypeVar("_V")
 
 
 class Lives:
-    """What both halves of the reference table need.
+    """This worker's life and ids, and the lives of others that are over.
 
     Args:
         worker_id: this worker's id.

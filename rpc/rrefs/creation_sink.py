@@ -11,21 +11,21 @@ from rpc.wire import codec
 from rpc.wire.messages import Reply, Status
 
 if TYPE_CHECKING:
-    from rpc.rrefs.keeper import ReferenceKeeper
+    from rpc.rrefs.creations import Creations
 
 
 class CreationSink:
     """A sink; see ``sinks.Sink``.
 
     Args:
-        keeper: is told how it ended.
+        creations: is told how it ended.
         holding: of the reference; gets the value if the reply brings it.
     """
 
-    __slots__ = ("_holding", "_keeper")
+    __slots__ = ("_creations", "_holding")
 
-    def __init__(self, keeper: ReferenceKeeper, holding: Holding) -> None:
-        self._keeper = keeper
+    def __init__(self, creations: Creations, holding: Holding) -> None:
+        self._creations = creations
         self._holding = holding
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
@@ -38,11 +38,11 @@ class CreationSink:
         except BaseException as error:
             self.failed(harmless(error))
         else:
-            self._keeper.creation_replied(self._holding)
+            self._creations.replied(self._holding)
 
     def failed(self, error: Exception) -> None:
         """It was not made, or nobody knows."""
-        self._keeper.creation_gone(self._holding, error)
+        self._creations.gone(self._holding, error)
 
 
 def _decode_nothing(*_: object) -> None:

@@ -1,7 +1,7 @@
 """The handle on a value that lives on one worker and can be named on all.
 
 What keeps a value alive, and what becomes of a handle whose owner is gone, is
-decided in ``references`` and carried out by ``reference_keeper``; a handle only
+decided in ``references`` and carried out by ``keeper``; a handle only
 asks. Calls through a handle (``rref.rpc_sync().method()``) are in ``rref_proxy``.
 """
 
@@ -180,7 +180,7 @@ class RRef(OutOfBandHandle, Generic[T]):
 
     def _serialize(self) -> NoReturn:
         """Says why the handle cannot be serialized: it is unusable, or this is no call."""
-        self._keeper.require_shareable(self._holding)
+        self._keeper.lending.require_shareable(self._holding)
         raise EncodeError(
             f"{self} can be sent only in the arguments or the result of a call: its owner has to "
             "be told who will hold it"

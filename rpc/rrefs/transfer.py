@@ -1,7 +1,7 @@
 """Holdings, loans and adopted references, which the reference keeper hands out and takes back.
 
 Plain data. What becomes of it is decided in ``references`` and carried out by
-``keeper``.
+``keeper``, ``lending`` and ``creations``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from rpc.wire.kept_errors import again
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from rpc.rrefs.keeper import ReferenceKeeper
+    from rpc.rrefs.ledger import ReferenceLedger
     from rpc.rrefs.rref import RRef
+
+NOT_USABLE = "has been deleted. Cannot call to_here() on it after deletion."
 
 Maker = tuple[int, str]
 """A worker, and the name of a function that ``remote()`` ran there."""
@@ -112,17 +114,18 @@ class Adopted:
     """The references inside one message that arrived.
 
     Args:
+        ledger: of the worker's references.
         handles: new ``RRef`` objects, in the order of the message's table.
         pending: forks that their owners have yet to confirm.
     """
 
-    keeper: ReferenceKeeper
+    ledger: ReferenceLedger
     handles: list[RRef[Any]] = field(default_factory=list)
     pending: list[UserHandle] = field(default_factory=list)
 
     def when_confirmed(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once no fork is pending, whatever became of them."""
-        self.keeper.when_settled(self.pending, callback)
+        self.ledger.when_settled(self.pending, callback)
 
 
 NOTHING_LENT = Loan()

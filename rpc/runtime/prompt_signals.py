@@ -42,7 +42,7 @@ class _Watch(forks.ForkAware):
     def __init__(self) -> None:
         self.listeners: dict[int, Heard] = {}
         self._answers = 0
-        """How often the main thread has run the handler of SIGURG; only it changes this."""
+        """Counts the runs of SIGURG's handler on the main thread; only it changes this."""
         self._main = threading.main_thread().ident or 0
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)

@@ -9,8 +9,8 @@ raised when the work is done, or as soon as the thread begins to wait.
 Only Python's default handler is treated so. A program's own handler, of this or another
 signal, runs at once wherever it may be; let it set a flag rather than raise.
 
-:func:`shut_out` and :func:`restore` are two assignments to :data:`here`; what every call
-passes makes these itself.
+:func:`shut_out` and :func:`restore` are two assignments to :data:`here`; ``Caller.run``,
+which every call passes, makes these itself.
 """
 
 from __future__ import annotations

@@ -433,7 +433,7 @@ def _passed_over(path: Path, error: CheckpointError) -> None:
 
 
 def _listed(folder: str | Path) -> list[Checkpoint]:
-    """What looks like a complete checkpoint by its manifest and the sizes of its shards."""
+    """Lists checkpoints that are complete by their manifest and the sizes of their shards."""
     require_safetensors()
     found = []
     for path in _folders(Path(folder)):

@@ -24,7 +24,7 @@ SHAPE: Final = "$shape/"
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How what was saved fits what is to take it over.
+    """The differences between saved state and the state that takes it over.
 
     Args:
         taken: the names that are taken over.
@@ -78,13 +78,13 @@ def fit_of_module(module: nn.Module, saved: object) -> Fit:
 
 
 def left_over(saved: Iterable[str], taken: Iterable[str]) -> list[str]:
-    """What was saved, and nothing takes over."""
+    """Says which saved names nothing takes over."""
     rest = sorted(map(str, set(saved) - set(taken)))
     return [f"also has {_some(rest)}, which nothing here takes over"] if rest else []
 
 
 def about_optimizer(optimizer: object, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """What is saved of an optimizer beside its state: its class, and its parameters' shapes."""
+    """The description saved beside an optimizer's state: its class, and its parameters' shapes."""
     about: dict[str, Any] = {CLASS: class_name(optimizer)}
     return about | {SHAPE + name: list(shape) for name, shape in shapes.items()}
 
@@ -130,7 +130,7 @@ def fit_of_local(value: object, about: object) -> Fit:
 
 
 def about_local(value: object) -> dict[str, Any]:
-    """What is saved of an optimizer or scheduler of this process beside its state."""
+    """The description saved beside the state of an optimizer or scheduler of this process."""
     if isinstance(value, torch.optim.Optimizer):
         parameters = [each for group in value.param_groups for each in group["params"]]
         shapes = [list(each.shape) for each in parameters if isinstance(each, Tensor)]
@@ -145,7 +145,7 @@ def class_name(value: object) -> str:
 
 
 def decoded(text: str, make: Any) -> Any:
-    """What ``make`` puts together of a checkpoint; whatever it raises says that it is damaged.
+    """Calls ``make`` to decode a part of a checkpoint; any error means that the part is damaged.
 
     Args:
         text: what that is, for errors.

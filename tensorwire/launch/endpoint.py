@@ -24,7 +24,7 @@ class EndpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What an agent knows of the host on which it runs.
+    """The addresses and names of an agent's host.
 
     Args:
         addresses: of its interfaces.

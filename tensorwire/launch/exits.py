@@ -12,7 +12,7 @@ _FORM = "give retry:CODES or fail:CODES, or both with ';' between, such as retry
 
 
 class ExitCodesError(ValueError):
-    """What ``--exit-codes`` says cannot be; says why."""
+    """A rule of ``--exit-codes`` is invalid; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Node:
         return dict(self.offers).get(role, 0)
 
     def failed(self, what: str) -> int:
-        """How often a worker, a role or the job failed here."""
+        """The failures of a worker, a role or the job here."""
         return dict(self.failures).get(what, 0)
 
     def with_failure(self, what: str) -> Node:

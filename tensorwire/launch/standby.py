@@ -66,7 +66,7 @@ class Standbys:
 
     @property
     def ready(self) -> int:
-        """How many wait for an order."""
+        """The number of processes that wait for an order."""
         return sum(each.is_ready for each in self._standbys)
 
     def tend(self, now: float, started_at: float) -> None:

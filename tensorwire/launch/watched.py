@@ -18,7 +18,7 @@ _logger = logging.getLogger("rpcrun")
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """How a job is watched.
+    """The settings of watching a job.
 
     Args:
         policy: what is done about workers that stand still.

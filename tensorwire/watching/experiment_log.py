@@ -19,7 +19,7 @@ class Statistics(Protocol):
 
 @runtime_checkable
 class ScalarWriter(Protocol):
-    """What writes one figure: ``torch.utils.tensorboard.SummaryWriter`` does."""
+    """Writes one figure, as ``torch.utils.tensorboard.SummaryWriter`` does."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Writes one figure."""
@@ -27,7 +27,7 @@ class ScalarWriter(Protocol):
 
 @runtime_checkable
 class Run(Protocol):
-    """What writes several figures at once: a run of ``wandb`` does."""
+    """Writes several figures at once, as a run of ``wandb`` does."""
 
     def log(self, data: dict[str, float], step: int) -> object:
         """Writes figures."""

@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(slots=True)
 class _Past:
-    """What is known of a worker's steps.
+    """The steps of a worker that were seen so far.
 
     Args:
         life: the life that this is about.

@@ -60,7 +60,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class StallPolicy:
-    """What is done about workers that stand still.
+    """The policy for workers that stand still.
 
     Args:
         least: the least budget in seconds; 0 looks for none.

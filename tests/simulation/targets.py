@@ -93,6 +93,7 @@ TARGETS = (
     Target("rpc.protocol.references", None, ("rpc/protocol/test_references.py",)),
     Target("rpc.protocol.owned_values", None, ("rpc/protocol/test_references.py",)),
     Target("rpc.protocol.user_handles", None, ("rpc/protocol/test_references.py",)),
+    Target("rpc.protocol.reference_lives", None, ("rpc/protocol/test_references.py",)),
     Target("rpc.protocol.reference_state", None, ("rpc/protocol/test_references.py",)),
     Target("rpc.protocol.calls", None, ("rpc/protocol/test_calls.py",)),
     Target("rpc.group.members", None, ("rpc/group/test_members.py",), (play_group, play_silence)),

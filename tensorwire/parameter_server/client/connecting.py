@@ -187,7 +187,7 @@ def _beginning_with(view: View, restored: Restored, strict: bool) -> View:
 
 
 def _other_beginning(view: View, settings: Mapping[str, Any]) -> list[str]:
-    """What a cluster did not begin with; a later snapshot of its own is one of its points."""
+    """Lists settings of a restore that the cluster did not begin with; its own snapshots count."""
     folder, strict = settings["restore"]
     began, was_strict = view.settings.get("restore", ["", True])
     if not folder or folder in (each.folder for each in view.snapshots if each.folder != began):

@@ -281,7 +281,7 @@ def _alone(table: HasGradient) -> StepGradient:
 
 
 def _rows_of(table: Any, is_first: bool, requires_grad: bool) -> StandIn:
-    """What was pickled, in another process or later."""
+    """Rebuilds a pickled parameter, in another process or later."""
     found: StandIn = table.gradient.parameter
     return found if is_first else StandIn(table.gradient, requires_grad)
 

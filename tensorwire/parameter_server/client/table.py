@@ -73,7 +73,7 @@ class Table:
 
     @property
     def rule(self) -> Rule:
-        """How rows move from now on; changed by schedulers of an optimizer."""
+        """The update rule from now on; schedulers of an optimizer change it."""
         return self._rule
 
     @rule.setter

@@ -50,7 +50,7 @@ class Rule:
     state: ClassVar[Mapping[str, Per]] = {}
     """The state kept for each row, by name; all zeros, or ``initial``, at first."""
     rests_at_zero: ClassVar[bool] = False
-    """Whether a learning rate of 0, as at the begin of a warm-up, is none of the rule's: rows then
+    """True if the rule has no learning rate of 0, as at the begin of a warm-up: rows then
     stay as they are, and nothing is pushed."""
 
     def initial(self, name: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Outbox:
-    """What is to be done once a lock is released.
+    """A list of calls to make once a lock is released.
 
     Args:
         lock: may be taken again by the thread that holds it.

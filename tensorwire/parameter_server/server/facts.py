@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def facts_of(nodes: dict[str, Node]) -> dict[str, object]:
-    """What a server keeps and does, in all its clusters together, as plain data."""
+    """Counts of a server's rows, bytes and updates, over all its clusters, as plain data."""
     shards = [shard for node in nodes.values() for shard in list(node.shards.values())]
     heads = [shard for shard in shards if shard.replica.is_head]
     waits_for = {name for node in nodes.values() for name in trainers_behind(node)}
@@ -44,7 +44,7 @@ def trainers_behind(node: Node) -> set[str]:
 
 
 def _behind(node: Node) -> list[tuple[str, int]]:
-    """How many pushes each trainer is behind the foremost, at the shard where that is most."""
+    """The pushes that each trainer is behind the foremost, at the shard where that is most."""
     names, most = _names(node), dict[str, int]()
     for shard in list(node.shards.values()):
         counts = _counts(shard)

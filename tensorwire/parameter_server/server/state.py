@@ -438,7 +438,7 @@ Pushes = Sequence[tuple[Push, TablePush]]
 
 
 def _together(loads: Sequence[tuple[Push, Load]]) -> Mapping[tuple[str, ...], Pushes]:
-    """What moves the same tables, by their names: all pushes, if they have the same tables.
+    """Groups pushes by the names of their tables: one group, if all have the same tables.
 
     Else each table by itself, with those pushes that have it.
     """

@@ -59,7 +59,7 @@ def gone_name(table: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """What one shard wrote of a table.
+    """The part of a table that one shard wrote.
 
     Args:
         saved: the table.
@@ -74,7 +74,7 @@ class TablePart:
 
 @dataclass(frozen=True, slots=True)
 class DensePart:
-    """What one shard wrote of a dense group.
+    """The part of a dense group that one shard wrote.
 
     Args:
         saved: the group.
@@ -93,7 +93,7 @@ class DensePart:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """What one shard wrote.
+    """The part of a snapshot that one shard wrote.
 
     Args:
         name: of the part.

@@ -44,7 +44,7 @@ class Carry(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How what was saved fits what is declared.
+    """The differences between a saved table or dense group and its declaration.
 
     Args:
         conversions: what is changed on the way.
@@ -81,7 +81,7 @@ def require_fit(name: str, keeping: Keeping, spec: TableSpec | DenseSpec) -> Non
 
 
 def fit_of(saved: Saved, spec: TableSpec | DenseSpec) -> Fit:
-    """How what was saved fits a declaration."""
+    """Compares a saved table or dense group with a declaration."""
     if isinstance(saved, SavedTable):
         if isinstance(spec, TableSpec):
             return _fit_of_table(saved, spec)

@@ -1,7 +1,7 @@
-"""What stands for a table or dense group of a restored snapshot until somebody declares it.
+"""Stand-ins for tables and dense groups of a restored snapshot until they are declared.
 
-It belongs to the cluster from its start: its rows are in snapshots, move with a resize, and are
-copied to backups. It cannot be pulled or pushed, as nobody knows the rule's or optimizer's code.
+They belong to the cluster from its start: their rows are in snapshots, move with a resize, and are
+copied to backups. They cannot be pulled or pushed, as nobody knows the rule's or optimizer's code.
 """
 
 from __future__ import annotations

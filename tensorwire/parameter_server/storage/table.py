@@ -322,7 +322,7 @@ class Table:
             self._candidates.forget(time - self.spec.evict.steps)
 
     def _own_columns(self) -> tuple[Column, ...]:
-        """What the table itself keeps for each row."""
+        """The columns of the table itself: ids, when rows were touched, marks of changes."""
         ages = () if self._touched is None else (self._touched,)
         marks = () if self.changes is None else self.changes.columns().values()
         return (self._ids, *ages, *marks)

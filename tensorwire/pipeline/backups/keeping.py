@@ -30,7 +30,7 @@ _NO_LIMIT: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What a worker is told about backups when it takes part in a formation.
+    """The orders about backups for a worker that takes part in a formation.
 
     Args:
         pipeline: names the pipeline for as long as it is trained.
@@ -75,7 +75,7 @@ class Keeper:
                 raise self._superseded(epoch)
 
     def found(self) -> Found:
-        """What is here."""
+        """The copies that this worker has."""
         with self._lock:
             return Found(_host(), self._shelf.copies())
 

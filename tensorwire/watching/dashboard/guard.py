@@ -33,7 +33,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What is let in.
+    """The requests that the page answers.
 
     Args:
         token: whoever knows it may look.

@@ -424,7 +424,7 @@ class TestCreations:
             rref.to_here()
         assert (runs, pair.script.seen) == ([4], 3)
         pair.until(lambda: pair.bob.references.counts().num_owner_rrefs == 0)
-        assert pair.alice.references.creations_under_way() == 0
+        assert pair.alice.references.creations.under_way() == 0
 
     def test_nothing_is_tried_after_its_owner_was_lost(self, pair: Pair) -> None:
         pair.script.requests = 1
@@ -464,12 +464,12 @@ class TestCreations:
             rpc.remote("bob", operator.add, (1, 2), retry=THREE)
         with pytest.raises(TypeError, match=r"rpc\.Retry"):
             rpc.remote("bob", double, (1,), retry=3)  # type: ignore[arg-type]
-        assert pair.alice.references.creations_under_way() == 0
+        assert pair.alice.references.creations.under_way() == 0
 
     def test_an_argument_that_cannot_be_sent_is_told_at_once(self, pair: Pair) -> None:
         with pytest.raises(rpc.EncodeError):
             rpc.remote("bob", double, (threading.Lock(),), retry=THREE)
-        assert pair.alice.references.creations_under_way() == 0
+        assert pair.alice.references.creations.under_way() == 0
         assert pair.alice.retries.oldest() == 0
 
     def test_outcomes_are_not_kept_for_ever(self, pair: Pair) -> None:

@@ -242,9 +242,9 @@ def test_a_request_made_through_anything_but_a_borrowed_reference_is_refused(
     reference = Reference(GlobalId(0, 0, 99), bob.life, 99)
     target = encode_passed((Passed(reference, GlobalId(0, 0, 100), passage),))
     sink = WaitingCaller()
-    alice.caller.request(Operation.METHOD, bob.info, (), 5, sink, target, "RRef.add", b"add")
+    request = Operation.METHOD, bob.info, (), 5, sink, target, "RRef.add", b"add"
     with pytest.raises(FrameError, match="can only be made through a borrowed reference"):
-        alice.caller.sync(sink)
+        alice.caller.run(sink, alice.caller.request, *request)
 
 
 def test_an_unknown_attribute_is_an_attribute_error_at_the_caller(pair: list[Agent]) -> None:
@@ -521,7 +521,7 @@ def test_a_creation_that_failed_is_logged_once_if_its_reference_was_dropped_unre
         bury_the_dead(alice)
         clock.advance(2)
         assert eventually(lambda: len(caplog.records) == 2)
-        assert eventually(lambda: alice.references.creations_under_way() == 0)
+        assert eventually(lambda: alice.references.creations.under_way() == 0)
         del kept
         assert eventually(lambda: len(caplog.records) == 3)
         _gate.set()
@@ -548,7 +548,7 @@ def test_a_creation_that_failed_is_not_logged_if_somebody_looked(
     with local_group("alice", "bob", clock=clock) as (alice, _), as_worker(alice):
         rref = alice.remote(owner, wait_at_the_gate, timeout=1)
         clock.advance(2)
-        assert eventually(lambda: alice.references.creations_under_way() == 0)
+        assert eventually(lambda: alice.references.creations.under_way() == 0)
         with pytest.raises(RuntimeError):
             look(rref)
         del rref

@@ -1,4 +1,4 @@
-"""What is not as it was written is refused with one error, in bounded time and memory."""
+"""Damaged checkpoints are refused with one error, in bounded time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was saved is loaded bit for bit, converted as is said, or refused and nothing changes."""
+"""Saved state is loaded bit for bit, converted as is said, or refused without a change."""
 
 from __future__ import annotations
 

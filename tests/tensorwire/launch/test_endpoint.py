@@ -18,11 +18,11 @@ def host(name: str, address: str) -> Host:
 FIRST, SECOND = host("one", ONE), host("two", TWO)
 Resolver = dict[str, list[str]]
 DEBIAN = ({"one": ["127.0.1.1"]}, {"one": [ONE]})
-"""What names stand for on the first machine and on the second."""
+"""Addresses of names on the first machine and on the second."""
 
 
 def who_hosts(endpoint: str, names: tuple[Resolver, Resolver], least: int = 2) -> list[bool]:
-    """Whether the first machine hosts the store, and whether the second does."""
+    """True for each of the two machines that hosts the store."""
     hosts = zip((FIRST, SECOND), names, strict=True)
     return [
         find_place(endpoint, known.get(endpoint, []), each, least, None).is_here

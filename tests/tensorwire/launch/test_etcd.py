@@ -50,7 +50,7 @@ def _works_on(work: Job, name: str) -> None:
 
 
 def _keys(cluster: EtcdCluster, members: range = range(3)) -> int:
-    """How many keys there are, of all jobs."""
+    """The number of keys of all jobs."""
     for member in members:
         address = f"http://{cluster.endpoint.split(',')[member]}/v3/kv/range"
         question = {"key": "Lw==", "range_end": "MA==", "count_only": True}

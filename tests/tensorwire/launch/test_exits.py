@@ -1,4 +1,4 @@
-"""What ``--exit-codes`` says of the ends of workers."""
+"""Rules of ``--exit-codes`` for the ends of workers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ pytestmark = [
 PORT = 29400
 BSP, ASYNC, CALLS = "bsp", "async", "calls"
 TROUBLE = ("Traceback", "Exception raised", "could not answer")
-"""What no log has of anything that was to be expected."""
+"""Words that no log may have if all went as expected."""
 
 
 @pytest.fixture

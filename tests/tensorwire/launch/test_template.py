@@ -34,7 +34,7 @@ def work(tmp_path: Path) -> Iterator[Job]:
 
 
 def begun(work: Job, method: str, threads: str) -> dict[str, Any]:
-    """What the two workers of a job begin with that starts them so."""
+    """The state with which the two workers of such a job begin."""
     agent = work.start(
         *("--standalone", "--role", "trainer:2", "--monitor-interval", "0.05"),
         *("--virtual-local-rank", str(PROGRAMS / "compared.py"), str(work.folder)),

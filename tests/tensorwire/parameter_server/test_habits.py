@@ -1,4 +1,4 @@
-"""What programs do to modules and optimizers of torch they may do to those on servers.
+"""Programs may treat modules and optimizers on servers as those of torch.
 
 Each test is a row of the table "What torch's users do" in the guide to parameter servers.
 """

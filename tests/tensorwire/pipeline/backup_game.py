@@ -77,7 +77,7 @@ class State:
 
 
 def program(seed: int, batch: int) -> list[Kind | str]:
-    """What the loop's body does with a batch, the same in every life of the driver."""
+    """One pass of the loop's body over a batch, the same in every life of the driver."""
     dice = random.Random(seed * 1000 + batch)
     body: list[Kind | str] = ["train"] * dice.choice([1, 1, 1, 2, 3])
     if dice.random() < 0.3:

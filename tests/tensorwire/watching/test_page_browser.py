@@ -71,7 +71,7 @@ def shown(browser: Any, name: str) -> list[str]:
 
 
 def seen(name: str) -> dict[str, Any]:
-    """What the job itself says of a worker."""
+    """The job's own record of a worker."""
     with Viewer(running_jobs()[0].path) as viewer:
         view = viewer.ask({"ask": "job"})
     found: dict[str, Any] = next(each for each in view["workers"] if each["name"] == name)

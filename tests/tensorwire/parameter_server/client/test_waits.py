@@ -38,7 +38,7 @@ def _calls(cluster: ps.Cluster, table: ps.Table, folder: Path) -> Calls:
 
 
 def _errors_of(calls: Calls) -> dict[str, BaseException | None]:
-    """What each call raises, on a thread of its own, as one that hangs must not hang the test."""
+    """The error of each call, made on a thread of its own: one that hangs fails the test."""
     raised: dict[str, BaseException | None] = {}
     agent = rpc.current.current_agent()
 

@@ -63,7 +63,7 @@ def _dense() -> DenseSpec:
 
 @functools.cache
 def declared() -> Mapping[str, str]:
-    """What trainers declare, as text."""
+    """The declarations of trainers, as text."""
     table = TableSpec(TABLE, 1, _RULE, Constant())
     return {TABLE: table.encode(), DENSE: specs.encode(_dense())}
 
@@ -123,7 +123,7 @@ class RealState:
             state.dense[DENSE].enter(data, 0)
 
     def moved(self, target: int, epoch: int) -> Moved:
-        """What goes to another shard."""
+        """The values that go to another shard."""
         return self.state.exports[target, epoch]
 
     def copy(self) -> Copy:

@@ -1,4 +1,4 @@
-"""What is decided under a lock is done once it is released, in that order."""
+"""Calls noted under a lock are made once it is released, in that order."""
 
 from __future__ import annotations
 
