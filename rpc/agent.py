@@ -310,6 +310,7 @@ class Agent(process_forks.ForkAware):
             if graceful and self.membership is None:
                 self.group_shutdown.leave_together(timeout)
             elif graceful:
+                self.states.leave()
                 self.group_shutdown.leave_alone(timeout)
                 self._say_goodbye()
             else:

@@ -231,9 +231,10 @@ class Worker:
         key: Hashable,
         factory: Callable[[], T],
         close: Callable[[T], object] | None = None,
+        leave: Callable[[T], object] | None = None,
     ) -> T:
         """The object that this worker keeps under ``key``; see :func:`worker_state`."""
-        return self._states.get(key, factory, close)
+        return self._states.get(key, factory, close, leave)
 
     def subscribe(self, channel: str, handler: Handler) -> Callable[[], None]:
         """Takes the messages of a channel from now on; see :func:`subscribe`."""
@@ -423,7 +424,10 @@ def worker() -> Worker:
 
 
 def worker_state(
-    key: Hashable, factory: Callable[[], T], close: Callable[[T], object] | None = None
+    key: Hashable,
+    factory: Callable[[], T],
+    close: Callable[[T], object] | None = None,
+    leave: Callable[[T], object] | None = None,
 ) -> T:
     """The object that the current worker keeps under ``key``, made when first asked for.
 
@@ -435,6 +439,9 @@ def worker_state(
         factory: makes it, once; whoever asks meanwhile waits.
         close: called with the object when the worker shuts down, before its connections
             are closed. Default nothing.
+        leave: called with the object when the worker begins to leave a dynamic group in peace,
+            before it waits until none of its calls is under way: answers the calls that are
+            kept for later, and gives up those that others may keep. Default nothing.
 
     Raises:
         AgentClosedError: the worker shut down.
@@ -446,7 +453,7 @@ def worker_state(
             tables = extend.worker_state(Tables, Tables)
             tables[name].apply(gradient)
     """
-    return worker().state(key, factory, close)
+    return worker().state(key, factory, close, leave)
 
 
 def subscribe(channel: str, handler: Handler) -> Callable[[], None]:

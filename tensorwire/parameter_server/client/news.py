@@ -75,11 +75,6 @@ class News:
         if failure is not None:
             raise failure
 
-    @property
-    def has_failed(self) -> bool:
-        """True if nothing is to be waited for any more."""
-        return self._failure() is not None
-
     def listen_to(self, name: str) -> None:
         """Asks another client to tell this one, too, from now on."""
         self._post(name, _TELL_ME)

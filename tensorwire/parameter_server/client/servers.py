@@ -149,8 +149,6 @@ class Servers:
         self.require_own_process()
         answer: Future[Any] = Future()
         self._caller.call(server, message, answer.set_result)
-        if self._news.has_failed:
-            self._caller.give_up()
         return answer
 
     def ask_head(self, shard: int, message: Any) -> Any:

@@ -314,8 +314,6 @@ class Session:
                 self._replied(shard, number, epoch, asked, answer)
 
             self._caller.call(head, message, replied)
-            if self._failure is not None:
-                self._caller.give_up()
 
         self._later(send)
 

@@ -291,8 +291,10 @@ class Replica:
         calls = [call for waiting in self._pushes.values() for _, call in waiting]
         calls += [call for waiting in self._going.values() for call in waiting]
         calls += [pull.ask for pull in self._reads.clear()]
-        calls += [*self._opens, *(call for _, call, _ in self._gated)]
-        self._pushes, self._going, self._opens = {}, {}, []
+        calls += [call for waiting in self._copies.values() for call in waiting]
+        calls += [*self._opens, *self._binding, *(call for _, call, _ in self._gated)]
+        self._pushes, self._going, self._copies = {}, {}, {}
+        self._opens, self._binding = [], []
         self._gated.clear()
         self._unsafe.clear()
         self._news.clear()

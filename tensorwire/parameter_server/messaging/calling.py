@@ -42,6 +42,7 @@ class Caller:
         self._worker = worker
         self._cluster = cluster
         self._open: set[rpc.Future[Any]] = set()
+        self._has_given_up = False
 
     def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
         """Calls a server; ``then`` gets its answer, or ``LOST``, on some thread."""
@@ -58,13 +59,17 @@ class Caller:
             then(LOST)
             return
 
-        self._open.add(future)
-
         def done(future: rpc.Future[Any]) -> None:
-            self._open.discard(future)
             then(_answer_of(future))
 
         future.add_done_callback(done)
+        self._keep(future)
+
+    def _keep(self, future: rpc.Future[Any]) -> None:
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        if self._has_given_up:
+            future.cancel()
 
     def ask_trainer(
         self, to: Server, suspects: frozenset[Server], then: Callable[[Any], object]
@@ -79,11 +84,11 @@ class Caller:
         except rpc.RpcError as error:
             _note(error)
             return
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
+        self._keep(future)
 
     def give_up(self) -> None:
-        """Gives up all calls: a server may keep one for ever, and this worker could not leave."""
+        """Gives up all calls, now and from now on: a server may keep one for ever."""
+        self._has_given_up = True
         for future in list(self._open):
             future.cancel()
 

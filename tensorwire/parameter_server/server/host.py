@@ -19,7 +19,6 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.declarations.arguments import whole
 from tensorwire.parameter_server.messaging import messages
-from tensorwire.parameter_server.messaging.calling import Caller
 from tensorwire.parameter_server.messaging.confirming import confirmed
 from tensorwire.parameter_server.messaging.settings import Meeting
 from tensorwire.parameter_server.metrics import text_of
@@ -37,7 +36,7 @@ _SECONDS_TO_CONFIRM: Final = 2.0
 
 def host() -> Host:
     """The current worker's."""
-    return extend.worker_state(Host, lambda: Host(extend.worker()), Host.close)
+    return extend.worker_state(Host, lambda: Host(extend.worker()), Host.close, Host.leave)
 
 
 class Host:
@@ -68,6 +67,8 @@ class Host:
             node = self._nodes.get(cluster)
             if node is None:
                 node = self._nodes[cluster] = Node(self, cluster)
+                if self._closed.is_set():
+                    node.close()
         return node
 
     def take(
@@ -80,18 +81,27 @@ class Host:
         else:
             self.node(cluster).handle(call, message)
 
+    def leave(self) -> None:
+        """Turns everybody away, and gives up what it asked of others.
+
+        Servers that leave at the same moment may have asked each other what none of them will
+        answer any more, such as for a vote.
+        """
+        with self._lock:
+            self._closed.set()
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            node.close()
+
     def close(self) -> None:
         """Ends what runs here."""
-        self._closed.set()
+        self.leave()
         self._forget()
         self._tell_no_more()
         with self._lock:
-            nodes, timers = list(self._nodes.values()), list(self._timers)
-            threads = list(self._threads)
+            timers, threads = list(self._timers), list(self._threads)
         for timer in timers:
             timer.cancel()
-        for node in nodes:
-            node.close()
         for thread in [*timers, *threads]:
             if thread is not threading.current_thread():
                 thread.join(10)
@@ -246,7 +256,7 @@ class Host:
             done.set()
 
         ask = messages.Asking(orders.Arrive(node.me))
-        Caller(self.worker, cluster).call(view.coordinator, ask, answered)
+        node.caller.call(view.coordinator, ask, answered)
         while not done.wait(_SECONDS_BETWEEN_TRIES):
             if self._closed.is_set():
                 return False

@@ -132,14 +132,18 @@ class Node:
 
     def close(self) -> None:
         """Turns everybody away."""
-        self._closed = True
         with self.acting():
+            self._closed = True
             self._end()
+        self.caller.give_up()
 
     def _end(self) -> None:
         self.coordinating.close()
         polls, self._polls = self._polls, []
-        for call, _, _ in polls:
+        early, self._early = self._early, {}
+        calls = [call for call, _, _ in polls]
+        calls += [call for waiting in early.values() for call, _ in waiting]
+        for call in calls:
             call.answer(NotHead())
         for number, shard in self.shards.items():
             self.carry_out(number, shard.replica.deposed())

@@ -1,4 +1,4 @@
-"""Seconds that a job with roles takes to start, beside torchrun: ``python -m benchmarks.launch``.
+"""Seconds that a job with roles takes to start, beside torchrun.
 
 The workers are programs that only note when they begin, so that what is measured is the launcher:
 the time until the last worker runs, and until the launcher has ended. Both launchers take turns,
@@ -8,7 +8,6 @@ so that they see the same machine.
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from benchmarks.launcher.jobs import spread
 
 _PROGRAM: Final = """
 import os, pathlib, sys, time
@@ -63,19 +64,11 @@ def measure(launcher: str, workers: int) -> Run:
     return Run(max(times) - begun, ended - begun)
 
 
-def main() -> int:
-    """Measures and prints; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.launch",
-        description="Seconds that rpcrun takes to start a job with roles, beside torchrun.",
-    )
-    add = parser.add_argument
-    add("--workers", type=int, nargs="+", default=[4, 12], help="of a job (4 12)")
-    add("--rounds", type=int, default=7, help="jobs of each launcher (%(default)s)")
-    options = parser.parse_args()
+def measure_all(options: argparse.Namespace) -> None:
+    """A job with roles beside torchrun's: until all workers run, and until it is over."""
     for workers in options.workers:
         runs: dict[str, list[Run]] = {launcher: [] for launcher in _LAUNCHERS}
-        for number in range(options.rounds):
+        for number in range(options.times):
             for launcher in [*runs] if number % 2 == 0 else reversed([*runs]):
                 runs[launcher].append(measure(launcher, workers))
         print(f"{workers} workers")
@@ -83,19 +76,10 @@ def main() -> int:
         ended = {launcher: [run.ended for run in each] for launcher, each in runs.items()}
         print(f"  until all run    {_line(started)}")
         print(f"  until it is over {_line(ended)}", flush=True)
-    return 0
 
 
 def _line(times: dict[str, list[float]]) -> str:
-    cells = [f"{launcher} {_spread(each)} s" for launcher, each in times.items()]
+    cells = [f"{launcher} {spread(each)} s" for launcher, each in times.items()]
     pairs = zip(times["torchrun"], times["rpcrun"], strict=True)
     ratios = [ours / theirs for theirs, ours in pairs]
-    return ", ".join([*cells, f"ratio {_spread(ratios)}"])
-
-
-def _spread(numbers: list[float]) -> str:
-    return f"{statistics.median(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return ", ".join([*cells, f"ratio {spread(ratios)}"])
