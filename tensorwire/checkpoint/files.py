@@ -125,6 +125,11 @@ class PartWriter:
         part = PartManifest(meta or {}, self._shards, self._tensors)
         _write_durably(self._folder / part_file(self._part), manifests.dump_part(part))
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of all files of a finished part."""
+        return (*self._shards, part_file(self._part))
+
     def close(self) -> None:
         """Closes what is open; a part that was not finished stays unfinished."""
         for shard in self._open.values():

@@ -20,6 +20,7 @@ from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag
 from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
 from tensorwire.parameter_server.client.optimizer import Optimizer, Pushing, TrainerOptimizer
 from tensorwire.parameter_server.client.prefetch import prefetch
+from tensorwire.parameter_server.client.publishing import Publishing, Seconds, Steps
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Reduce
 from tensorwire.parameter_server.declarations.initialisers import (
@@ -100,6 +101,7 @@ __all__ = [
     "ParameterServerError",
     "Per",
     "Precision",
+    "Publishing",
     "Pulled",
     "Pushing",
     "Reduce",
@@ -108,8 +110,10 @@ __all__ = [
     "RowwiseAdagrad",
     "Rule",
     "Saving",
+    "Seconds",
     "ServerLostError",
     "SnapshotError",
+    "Steps",
     "Table",
     "TopK",
     "TrainerOptimizer",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tensorwire.checkpoint import NotSavedError
-from tensorwire.parameter_server.snapshots.contents import Restored, require_different
+from tensorwire.parameter_server.snapshots.contents import require_different
+from tensorwire.parameter_server.snapshots.published import saved_at
 from tensorwire.parameter_server.snapshots.saved import SavedDense, SavedTable
 
 
@@ -36,7 +36,7 @@ def read(
 
         ids, weight = ps.read("checkpoints/1000", "items")
     """
-    restored = Restored.open(Path(folder))
+    restored = saved_at(folder)
     tables = [n for n, each in restored.described.items() if isinstance(each, SavedTable)]
     if table not in tables:
         raise NotSavedError(f"read: there is no table {table!r} in {folder}; it has {tables}")
@@ -67,7 +67,7 @@ def read_dense(folder: str | os.PathLike[str], name: str) -> Tensor | None:
         NoCheckpointError: there is no snapshot (also a ``FileNotFoundError``).
         CheckpointError: it is damaged.
     """
-    restored = Restored.open(Path(folder))
+    restored = saved_at(folder)
     saved = restored.described.get(name)
     if not isinstance(saved, SavedDense) or not saved.pieces:
         return None

@@ -37,6 +37,7 @@ from tensorwire.parameter_server.client.finding import (
     role_or_names,
     those_there,
 )
+from tensorwire.parameter_server.client.publishing import Every, Publishing, begin_publishing
 from tensorwire.parameter_server.client.row_fetcher import RowFetcher
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.splitting import RowGradients, WholeDense
@@ -143,6 +144,7 @@ class Cluster:
         consistency: between trainers.
         nans: what happens to gradients that are no numbers.
         meanwhile: done once, while the next step waits for servers; None for nothing.
+        publishing: the versions that this trainer publishes; None if it does not.
         rows: fetches the rows that modules look up.
     """
 
@@ -153,6 +155,7 @@ class Cluster:
         self.nans = nans
         self.bad_steps = 0
         self.meanwhile: Callable[[], object] | None = None
+        self.publishing: Publishing | None = None
         self._account = Account()
         self._tables: dict[str, Table] = {}
         self._dense: WeakValueDictionary[str, DenseGroup] = WeakValueDictionary()
@@ -478,6 +481,8 @@ class Cluster:
             number, asked = self.session.send(gone, wanted, dense)
         if gone is not None:
             self.session.worker.progress.count()
+            if self.publishing is not None:
+                self.publishing.note_step(self.step)
 
         def finish(timeout: float | None) -> Answer | None:
             try:
@@ -572,6 +577,51 @@ class Cluster:
             return taken
 
         return Saving(take)
+
+    def publish(
+        self,
+        folder: str | os.PathLike[str],
+        every: Every,
+        base_every: int = 100,
+        *,
+        state: bool = False,
+        keep_bases: int = 2,
+        extra: Any = None,
+    ) -> Publishing:
+        """Publishes versions of everything from now on, while training goes on; on one trainer.
+
+        The first version is a base, which has all rows, and is due at once. Deltas follow, with the
+        rows that have changed, the ids of those that were evicted, and dense parameters. Versions
+        are of one point in everybody's pushes each, and their numbers only rise. What cannot be
+        written, as where a disk is full, is in the next version.
+
+        Args:
+            folder: of the versions; all servers must see it under this path.
+            every: when versions are due, ``ps.Steps(500)`` or ``ps.Seconds(10)``.
+            base_every: deltas between two bases, at least 1. Default 100.
+            state: whether versions have what training goes on from: the state of rules and
+                optimizers, ages of rows, and ids that wait for one. Then the cluster goes back to
+                the last version if it must, and ``ps.connect(restore=folder)`` begins with it bit
+                for bit. Default False: rows and dense parameters, for serving.
+            keep_bases: as many of the newest bases stay, with the deltas after them. Default 2.
+            extra: plain JSON data that is kept with each version.
+
+        Raises:
+            BlockingIOError: another process publishes into this folder.
+            CheckpointError: the folder holds other things, or safetensors is not installed.
+            ParameterServerError: this trainer publishes already.
+            TypeError: an argument is of a wrong kind.
+            ValueError: an argument is out of range.
+        """
+        if self.publishing is not None and self.publishing.is_running:
+            raise errors.ParameterServerError(
+                f"this trainer publishes into {str(self.publishing.folder)!r} already; stop() that"
+            )
+        self.session.servers.require_own_process()
+        self.publishing = begin_publishing(
+            self, folder, every, base_every, state=state, keep_bases=keep_bases, extra=extra
+        )
+        return self.publishing
 
     def resize(self, servers: Sequence[str] | str | None = None, *, timeout: float = 60.0) -> None:
         """Has these servers keep everything from now on, while training goes on.

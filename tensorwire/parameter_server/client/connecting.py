@@ -24,6 +24,7 @@ from tensorwire.parameter_server.messaging.confirming import confirmed, known_vi
 from tensorwire.parameter_server.messaging.settings import Meeting, settings_of
 from tensorwire.parameter_server.snapshots.contents import Restored
 from tensorwire.parameter_server.snapshots.kept import Keeping
+from tensorwire.parameter_server.snapshots.published import saved_at
 
 _NAME: Final = "default"
 
@@ -39,6 +40,8 @@ class _Connected:
     def close(self) -> None:
         for cluster in self.clusters.values():
             cluster.session.close()
+            if cluster.publishing is not None:
+                cluster.publishing.stop()
 
 
 def connect(
@@ -68,7 +71,8 @@ def connect(
             rpcrun 1. Others may join later.
         name: of the cluster, if there are several in the group.
         nans: what happens to gradients that are no numbers.
-        restore: folder of a snapshot to begin with, all of which is checked first. Its tables and
+        restore: folder of a snapshot to begin with, all of which is checked first; or of versions
+            that were published, to begin with the last one, or with one of them. Its tables and
             dense parameters belong to the cluster from the start, declared or not. Of a cluster
             that exists, the snapshot with which it began or one that it has written since.
         strict: whether what is declared must be as it was saved. Otherwise other precisions,
@@ -172,7 +176,7 @@ def _begun(worker: extend.Worker, name: str, first: View, restored: Restored | N
 
 def _checked(folder: str) -> Restored:
     """A snapshot that is whole."""
-    restored = Restored.open(folder)
+    restored = saved_at(folder)
     restored.verify()
     return restored
 

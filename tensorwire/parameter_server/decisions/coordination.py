@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from tensorwire.parameter_server.decisions import orders, views
 from tensorwire.parameter_server.decisions.clock import Cut, Status
+from tensorwire.parameter_server.decisions.publishing import Publishing
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
     Edit,
@@ -30,7 +31,6 @@ from tensorwire.parameter_server.decisions.tasks import (
     Reply,
     Servers,
     Steps,
-    Tasks,
     Wait,
 )
 from tensorwire.parameter_server.decisions.views import (
@@ -46,7 +46,7 @@ _CHANGES_PER_TERM: Final = 1 << 20
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
 
 
-class Coordinator(Tasks):
+class Coordinator(Publishing):
     """The work of one server while it coordinates.
 
     Args:
@@ -138,6 +138,10 @@ class Coordinator(Tasks):
             self._begin(self._add_server(request, what.server), request=request)
         elif isinstance(what, orders.TakeSnapshot):
             self._line_up(lambda: self._take_snapshot(request, what), request)
+        elif isinstance(what, orders.TakeVersion):
+            self._line_up(lambda: self._take_version(request, what), request)
+        elif isinstance(what, orders.Commit):
+            self._begin(self._publish(request, what), request=request)
         else:
             self._line_up(lambda: self._resize(request, what), request)
         return self._flush()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.parameter_server.decisions import clock
-from tensorwire.parameter_server.decisions.views import Client, Server
+from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot
 
 # --- to a shard, answered once it is done, and safe at all of its chain
 
@@ -101,8 +101,8 @@ class Copy:
 class Write:
     """Write the rows as they were at a cut.
 
-    Answered with the shard's number, a text that says why not, or None if it does not know them;
-    with ``Unmarked`` if it does not know what has changed.
+    Answered with the shard's number, or what was ``Written`` for a version; with a text that says
+    why not, or None if it does not know them; with ``Unmarked`` if it does not know what changed.
     """
 
     change: int
@@ -235,6 +235,100 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What a shard wrote of a version.
+
+    Args:
+        shard: its number.
+        files: by name, size in bytes and checksum.
+    """
+
+    shard: int
+    files: Mapping[str, tuple[int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """What must still hold for a version to be told as changes of the one before.
+
+    Args:
+        generation: of the cluster.
+        kept: names of tables and dense groups that nobody has declared yet.
+    """
+
+    generation: int
+    kept: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CutOfVersion:
+    """The cut of which a version is.
+
+    Args:
+        change: its number.
+        counts: by trainer, how many of its pushes are in the version.
+        time: pushes of the fastest trainer.
+        left: numbers of trainers that had left before.
+    """
+
+    change: int
+    counts: Mapping[int, int]
+    time: int
+    left: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionTaken:
+    """All shards have written their parts of a version.
+
+    Args:
+        folder: where.
+        at: the cut.
+        since: for the next version.
+        parts: of all shards.
+    """
+
+    folder: str
+    at: CutOfVersion
+    since: Since
+    parts: tuple[Written, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeVersion:
+    """Write a version into a draft, in a folder of its own.
+
+    Answered with ``VersionTaken``, or None if only a base can be written.
+
+    Args:
+        version: what is written.
+        draft: the folder of the draft.
+        asker: who wants it.
+        since: of the version before, if this is told as its changes; None for a base.
+    """
+
+    version: Version
+    draft: str
+    asker: Client
+    since: Since | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A version is whole: shards may forget what it holds. Answered with None.
+
+    Args:
+        at: its cut.
+        since: as it was taken.
+        snapshot: where it is, if the cluster can go back to it.
+    """
+
+    at: CutOfVersion
+    since: Since
+    snapshot: Snapshot | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Resize:
     """These servers shall keep the state."""
 
@@ -248,4 +342,4 @@ class Arrive:
     server: Server
 
 
-Request = Join | Leave | Announce | TakeSnapshot | Resize | Arrive
+Request = Join | Leave | Announce | TakeSnapshot | TakeVersion | Commit | Resize | Arrive

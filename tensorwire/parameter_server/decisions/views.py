@@ -20,6 +20,9 @@ from tensorwire.parameter_server.decisions.slots import evenly, moved
 _OLDER: Final = 15
 """Snapshots that are remembered besides the last."""
 
+_VERSIONS: Final = 3
+"""Published versions that are remembered, the last one included."""
+
 KEPT: Final = "kept:"
 """Begins the text of what a restored snapshot has, and nobody has declared yet."""
 
@@ -449,6 +452,20 @@ def _without_folder(older: tuple[Older, ...], folder: str) -> tuple[Older, ...]:
             kept.append(Older(each.snapshot, left))
             left = ()
     return tuple(kept)
+
+
+def published(view: View, snapshot: Snapshot, without: Collection[int]) -> View:
+    """As :func:`saved`, of a version; of its chain, only the last ones are gone back to.
+
+    So versions do not crowd out snapshots, and what a chain no longer keeps is not looked for.
+    """
+    after = saved(view, snapshot, without)
+    chain = snapshot.folder.rpartition("/")[0]
+    same = [e.snapshot.folder for e in after.older if e.snapshot.folder.startswith(f"{chain}/")]
+    older = after.older
+    for folder in same[_VERSIONS - 1 :]:
+        older = _without_folder(older, folder)
+    return replace(after, older=older)
 
 
 def going_back(view: View, snapshot: Snapshot) -> View:

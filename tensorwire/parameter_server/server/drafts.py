@@ -16,7 +16,8 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.tasks import Conclude, Examined
 from tensorwire.parameter_server.decisions.views import Client, Snapshot, View
 from tensorwire.parameter_server.server.shard import Call
-from tensorwire.parameter_server.snapshots.contents import FORMAT, Restored, part_name
+from tensorwire.parameter_server.snapshots.contents import FORMAT, part_name
+from tensorwire.parameter_server.snapshots.published import saved_at
 
 _logger: Final = logging.getLogger("tensorwire")
 
@@ -150,7 +151,7 @@ def examine(snapshots: tuple[Snapshot, ...]) -> Examined:
     reasons = []
     for each in snapshots:
         try:
-            restored = Restored.open(each.folder)
+            restored = saved_at(each.folder)
             restored.require_moment(each)
             restored.verify()
         except Exception as error:  # whatever it is, the next one may be whole

@@ -38,7 +38,7 @@ from tensorwire.parameter_server.server.coordinating import Coordinating
 from tensorwire.parameter_server.server.copying import Copies
 from tensorwire.parameter_server.server.shard import Call, PullCall, PushCall, ShardServer
 from tensorwire.parameter_server.server.state import ShardState, rows_of
-from tensorwire.parameter_server.server.writing import write
+from tensorwire.parameter_server.server.writing import write_for
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.server.host import Host
@@ -303,8 +303,7 @@ class Node:
             return
         number = shard.replica.shard
         try:
-            write(order.folder, number, frozen, shard.lane.state_lock)
-            call.answer(number)
+            call.answer(write_for(order.folder, number, frozen, shard.lane.state_lock))
         except Exception as error:
             _logger.warning("shard %d could not write its snapshot: %s", number, error)
             call.answer(f"{type(error).__name__}: {error}")

@@ -46,6 +46,7 @@ from tensorwire.parameter_server.server.parts import (
 )
 from tensorwire.parameter_server.snapshots.contents import Restored
 from tensorwire.parameter_server.snapshots.kept import spec_of
+from tensorwire.parameter_server.snapshots.published import saved_at
 from tensorwire.parameter_server.storage import tables as many
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
 from tensorwire.parameter_server.storage.table import Rows, Table
@@ -183,7 +184,7 @@ class ShardState:
         for name, text in declared.items():
             self._declare(name, text)
         if order.folder and not order.awaited:
-            self._restore(Restored.open(order.folder))
+            self._restore(saved_at(order.folder))
 
     def _restore(self, restored: Restored) -> None:
         """Everything of the snapshot that belongs to this shard."""

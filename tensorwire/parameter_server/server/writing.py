@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tensorwire.checkpoint import PartWriter
+from tensorwire.checkpoint.chain import VersionFile
+from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.views import runs_of
 from tensorwire.parameter_server.declarations.dense_spec import PieceData
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
@@ -38,8 +40,30 @@ if TYPE_CHECKING:
 _PIECE: Final = 1 << 16
 
 
-def write(folder: str | Path, shard: int, frozen: FrozenShard, lock: threading.Lock) -> None:
-    """Writes a shard as it was into a draft.
+def write_for(
+    folder: str, shard: int, frozen: FrozenShard, lock: threading.Lock
+) -> int | orders.Written:
+    """Writes a shard as it was, and returns the answer to who gave the order.
+
+    Args:
+        folder: of a snapshot's draft; or one in a version's draft, made if it is not there.
+        shard: its number.
+        frozen: the shard as it was.
+        lock: as in :func:`write`.
+    """
+    if frozen.version is None:
+        write(folder, shard, frozen, lock)
+        return shard
+    path = Path(folder)
+    path.mkdir(exist_ok=True)
+    files = {name: VersionFile.of(path / name) for name in write(path, shard, frozen, lock)}
+    return orders.Written(shard, {n: (each.bytes, each.checksum) for n, each in files.items()})
+
+
+def write(
+    folder: str | Path, shard: int, frozen: FrozenShard, lock: threading.Lock
+) -> tuple[str, ...]:
+    """Writes a shard as it was into a draft; returns the names of the files.
 
     Args:
         folder: of the draft.
@@ -61,6 +85,7 @@ def write(folder: str | Path, shard: int, frozen: FrozenShard, lock: threading.L
         }
         slots = runs_of(frozen.slots)
         part.finish({"shard": shard, "slots": slots, "tables": tables, "dense": dense})
+        return part.files
 
 
 def _write_table(

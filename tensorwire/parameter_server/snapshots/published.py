@@ -8,6 +8,7 @@ that is no restore point has rows without their state.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from tensorwire.checkpoint import Checkpoint
+from tensorwire.checkpoint.chain import ABOUT, Chain, read_version, version_folders
 from tensorwire.parameter_server.errors import SnapshotError
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.rows.index import Index
@@ -46,6 +48,25 @@ def about_version(
         "time": time,
         "extra": extra,
     }
+
+
+def saved_at(folder: str | os.PathLike[str]) -> Restored:
+    """A snapshot, a version, or the last version of a chain, whichever is in a folder.
+
+    Args:
+        folder: of a snapshot, of one version, or of a chain.
+
+    Raises:
+        CheckpointError: nothing is there, it is damaged, or of something else.
+    """
+    path = Path(folder).absolute()
+    if (path / ABOUT).exists():
+        way = Chain.open(path.parent).route(to=read_version(path))
+    else:
+        way = Chain.open(path).route() if path.is_dir() and version_folders(path) else ()
+    if not way:
+        return Restored.open(path)
+    return Replayed([content_of(each.folder, each.about) for each in way])
 
 
 def content_of(folder: Path, about: Mapping[str, Any]) -> Restored:

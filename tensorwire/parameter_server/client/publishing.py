@@ -1,0 +1,327 @@
+"""Publishes versions of the cluster's state from a thread beside training: when, which, where.
+
+The trainer that publishes is the one writer of the chain. It has the shards write what they have at
+a cut into a draft, commits the draft, and only then tells the coordinator, so that shards forget
+what they need not write again. A version that fails leaves nothing behind but a larger next one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import rpc
+from tensorwire.checkpoint import CheckpointError
+from tensorwire.checkpoint.chain import Kind, Version, VersionFile
+from tensorwire.checkpoint.chain_writer import ChainWriter
+from tensorwire.checkpoint.shard_file import require_safetensors
+from tensorwire.parameter_server import errors
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.orders import Extent
+from tensorwire.parameter_server.decisions.views import Snapshot
+from tensorwire.parameter_server.declarations.arguments import instance, number, whole
+from tensorwire.parameter_server.snapshots.published import about_version
+
+if TYPE_CHECKING:
+    from tensorwire.parameter_server.client.cluster import Cluster
+
+_logger: Final = logging.getLogger("tensorwire")
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Each time that this trainer has made so many pushes.
+
+    Args:
+        count: how many, at least 1.
+
+    Raises:
+        TypeError: ``count`` is no whole number.
+        ValueError: it is less than 1.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        whole("Steps", "count", self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Each time that so much time is over.
+
+    Args:
+        seconds: how much, at least 0.001.
+
+    Raises:
+        TypeError: ``seconds`` is no number.
+        ValueError: it is less than that.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        number("Seconds", "seconds", self.seconds, least=0.001)
+
+
+Every = Steps | Seconds
+
+
+class Due:
+    """Decides when versions are due. Sans-IO.
+
+    Args:
+        every: how often.
+        step: pushes of this trainer so far.
+        now: seconds of a clock that does not go back.
+    """
+
+    def __init__(self, every: Every, step: int, now: float) -> None:
+        self._every = every
+        self._step, self._from_step = step, step
+        self._from_time = now
+        self._is_wanted = True
+
+    def stepped(self, step: int) -> None:
+        """This trainer has made so many pushes; fewer than before if it went back."""
+        self._step = step
+        self._from_step = min(self._from_step, step)
+
+    def want(self) -> None:
+        """One is due now."""
+        self._is_wanted = True
+
+    def is_due(self, now: float) -> bool:
+        """True if one is."""
+        if isinstance(self._every, Steps):
+            return self._is_wanted or self._step - self._from_step >= self._every.count
+        return self._is_wanted or now - self._from_time >= self._every.seconds
+
+    def seconds_left(self, now: float) -> float | None:
+        """Seconds until one is due; None if that is no matter of time."""
+        if isinstance(self._every, Steps):
+            return None
+        return max(0.0, self._from_time + self._every.seconds - now)
+
+    def begun(self, now: float) -> None:
+        """The one that was due is being taken; what was due beside it is in it."""
+        if isinstance(self._every, Steps):
+            count = self._every.count
+            self._from_step += (self._step - self._from_step) // count * count
+        self._from_time = now
+        self._is_wanted = False
+
+
+class Publishing:
+    """Versions that are published while training goes on. Made by ``Cluster.publish``.
+
+    Attributes:
+        folder: of the chain.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        writer: ChainWriter,
+        every: Every,
+        base_every: int,
+        with_state: bool,
+        extra: Any,
+    ) -> None:
+        self.folder = writer.folder
+        self._cluster = cluster
+        self._writer = writer
+        self._base_every = base_every
+        self._with_state = with_state
+        self._extra = extra
+        self._chain = uuid.uuid4().hex
+        self._since: orders.Since | None = None
+        self._deltas = 0
+        self._changed = threading.Condition()
+        self._due = Due(every, cluster.step, time.monotonic())
+        self._begun = self._ended = 0
+        self._is_stopping = False
+        self._error: Exception | None = None
+        self._version: Version | None = None
+        context = contextvars.copy_context()  # of this worker
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name="tensorwire-ps-publish", daemon=True
+        )
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        at = "no version yet" if self._version is None else f"version {self._version.number}"
+        return f"Publishing({str(self.folder)!r}, {at})"
+
+    @property
+    def version(self) -> Version | None:
+        """The last version that is on disk: its ``number``, ``kind``, ``step`` and ``folder``."""
+        return self._version
+
+    @property
+    def is_running(self) -> bool:
+        """False once it was stopped, or this worker has left the cluster."""
+        return self._thread.is_alive() and not self._is_stopping
+
+    def take(self) -> None:
+        """Makes a version due now, beside those that are due anyway; see :meth:`wait`."""
+        with self._changed:
+            self._due.want()
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until what is due by now is on disk.
+
+        Args:
+            timeout: seconds; default none.
+
+        Raises:
+            SnapshotError: the last one could not be written; training and publishing go on, and
+                the next one holds what this one should have.
+            TimeoutError: it takes longer.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            wanted = self._begun + (1 if self._is_due() else 0)
+            while self._thread.is_alive() and self._ended < wanted:
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"versions that are due were not written in {timeout} s")
+                self._changed.wait(left)
+            error = self._error
+        if error is not None:
+            raise errors.SnapshotError(f"the last version was not published: {error}") from error
+
+    def stop(self) -> None:
+        """Ends it, once the version that is being written is on disk. Servers go on noting what
+        changes, which takes two bytes a row."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def note_step(self, step: int) -> None:
+        """This trainer has made so many pushes."""
+        with self._changed:
+            self._due.stepped(step)
+            if self._is_due():
+                self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        return not self._is_stopping and self._due.is_due(time.monotonic())
+
+    # --- the thread
+
+    def _run(self) -> None:
+        with self._writer:
+            while self._wait_until_due():
+                try:
+                    self._take()
+                    error = None
+                except (errors.ParameterServerError, rpc.RpcError, CheckpointError, OSError) as e:
+                    error = e
+                    _logger.warning("version of %s was not published: %s", self.folder, e)
+                with self._changed:
+                    self._error, self._ended = error, self._begun
+                    self._is_stopping |= self._cluster.session.is_closed
+                    self._changed.notify_all()
+
+    def _wait_until_due(self) -> bool:
+        """False if there will be no more."""
+        with self._changed:
+            while not self._is_due():
+                if self._is_stopping:
+                    return False
+                self._changed.wait(self._due.seconds_left(time.monotonic()))
+            self._due.begun(time.monotonic())
+            self._begun += 1
+            return True
+
+    def _take(self) -> None:
+        """Takes a version: a delta if that is possible."""
+        is_base = self._since is None or self._deltas >= self._base_every
+        if is_base or self._writer.needs_base or not self._take_as(Kind.DELTA):
+            self._since = None
+            self._take_as(Kind.BASE)
+
+    def _take_as(self, kind: Kind) -> bool:
+        """False if it cannot be told by what has changed."""
+        number = self._writer.next_number()
+        try:
+            draft, at = self._writer.folder_of(number), time.time()
+            extent = Extent.ALL if kind is Kind.BASE else Extent.CHANGES
+            what = orders.Version(self._chain, extent, self._with_state)
+            asked = orders.TakeVersion(what, str(draft), self._cluster.session.client, self._since)
+            taken = self._ask(asked, "all shards to write a version")
+            if taken is None:
+                return False
+            version = self._commit(number, kind, taken, at)
+        finally:
+            self._writer.discard(number)
+        self._deltas = 0 if kind is Kind.BASE else self._deltas + 1
+        self._since = taken.since
+        self._version = version
+        self._tell(taken, version)
+        return True
+
+    def _commit(self, number: int, kind: Kind, taken: orders.VersionTaken, at: float) -> Version:
+        draft, files = self._writer.folder_of(number), {}
+        for part in taken.parts:
+            for name, (size, checksum) in part.files.items():
+                (Path(taken.folder) / name).rename(draft / name)
+                files[name] = VersionFile(size, checksum)
+        for attempt in [each for each in draft.iterdir() if each.is_dir()]:
+            shutil.rmtree(attempt)
+        shards = [part.shard for part in taken.parts]
+        about = about_version(shards, taken.at.counts, taken.at.time, self._extra)
+        return self._writer.commit(number, kind, taken.at.time, files, about, at)
+
+    def _tell(self, taken: orders.VersionTaken, version: Version) -> None:
+        """Says that a version is whole; if that does not arrive, the next one holds it again."""
+        snapshot = None
+        if self._with_state:
+            snapshot = Snapshot(str(version.folder), taken.at.counts, taken.at.time)
+        try:
+            self._ask(orders.Commit(taken.at, taken.since, snapshot), "all shards to hear of it")
+        except errors.ParameterServerError as error:
+            _logger.warning("version %d is published, but %s", version.number, error)
+
+    def _ask(self, what: orders.Request, waits_for: str) -> Any:
+        ask: Callable[..., Any] = self._cluster.session.servers.ask_coordinator
+        return ask(what, patient=False, waits_for=waits_for)
+
+
+def begin_publishing(
+    cluster: Cluster,
+    folder: str | os.PathLike[str],
+    every: Every,
+    base_every: int,
+    *,
+    state: bool,
+    keep_bases: int,
+    extra: Any,
+) -> Publishing:
+    """Checks what ``Cluster.publish`` is given, and begins."""
+    instance("publish", "folder", folder, (str, os.PathLike), "a folder")
+    instance("publish", "every", every, (Steps, Seconds), "ps.Steps(n) or ps.Seconds(s)")
+    whole("publish", "base_every", base_every)
+    instance("publish", "state", state, bool, "True or False")
+    whole("publish", "keep_bases", keep_bases)
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"publish: extra={extra!r} is no plain JSON data: {error}") from None
+    require_safetensors()
+    writer = ChainWriter(Path(folder), keep_bases)
+    return Publishing(cluster, writer, every, base_every, state, extra)

@@ -1,0 +1,104 @@
+"""Decides how a version of the state is taken and becomes published, among other changes.
+
+A trainer publishes: it names a draft, has the shards write what they have at a cut into it, commits
+the version, and then says so. Only then do shards forget what they had to write. Whoever is lost in
+between, the next version holds it once more. Sans-IO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator
+from functools import partial
+from typing import Any, Final
+
+from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions.clock import Cut
+from tensorwire.parameter_server.decisions.tasks import (
+    AskAll,
+    Edit,
+    Fail,
+    Others,
+    Reply,
+    Steps,
+    Tasks,
+    Wait,
+)
+from tensorwire.parameter_server.decisions.views import KEPT, Client, View
+
+_WENT_BACK: Final = "the cluster went back to its last snapshot"
+_DECLARED: Final = "a table was declared while the version was written"
+
+
+class Publishing(Tasks):
+    """The part of a coordinator that publishes versions."""
+
+    _publisher: tuple[Client, str] | None = None
+
+    def _cut(self, joins: Collection[int] = (), action: Any = None) -> Generator[Wait, Any, Cut]:
+        """Brings all shards to one cut."""
+        raise NotImplementedError
+
+    def _take_version(self, request: int, what: orders.TakeVersion) -> Steps:
+        other = self._other_publisher(what)
+        if other:
+            self._effects.append(Fail(request, other))
+            return
+        generation, kept = self.view.generation, _undeclared(self.view)
+        since = what.since
+        if since is not None and (since.generation, since.kept) != (generation, kept):
+            self._effects.append(Reply(request, None))
+            return
+        left = frozenset(each.number for each in self.view.left)
+        cut = yield from self._cut(action=orders.Freeze(what.version))
+        shards = [shard.number for shard in self.view.shards]
+        yield Others()
+        folder = f"{what.draft}/{cut.change}"
+        answers = yield AskAll({shard: orders.Write(cut.change, folder) for shard in shards})
+        parts = [answers.get(shard) for shard in shards]
+        if any(isinstance(part, orders.Unmarked) for part in parts):
+            self._effects.append(Reply(request, None))
+            return
+        missing = [_why_not(s, part) for s, part in zip(shards, parts, strict=True)]
+        if generation != self.view.generation:
+            missing = [_WENT_BACK]
+        elif kept != _undeclared(self.view):
+            missing = [_DECLARED]
+        if any(missing):
+            self._effects.append(Fail(request, "; ".join(filter(None, missing))))
+            return
+        written = tuple(part for part in parts if isinstance(part, orders.Written))
+        at = orders.CutOfVersion(cut.change, cut.vector, cut.time, left)
+        self._effects.append(
+            Reply(request, orders.VersionTaken(folder, at, orders.Since(generation, kept), written))
+        )
+
+    def _other_publisher(self, what: orders.TakeVersion) -> str:
+        """The reason for which this trainer may not publish; empty if it may."""
+        if self._publisher is not None and self._publisher[0] != what.asker:
+            client, folder = self._publisher
+            if self.view.trainer(client) is not None:
+                return f"trainer {client.name!r} publishes this cluster already, into {folder!r}"
+        self._publisher = (what.asker, what.draft.rpartition("/")[0])
+        return ""
+
+    def _publish(self, request: int, what: orders.Commit) -> Steps:
+        """A version is whole, so that shards may forget, and the cluster can go back to it."""
+        if what.since.generation != self.view.generation:
+            self._effects.append(Fail(request, _WENT_BACK))
+            return
+        if what.snapshot is not None:
+            keep = partial(views.published, snapshot=what.snapshot, without=what.at.left)
+            yield Edit(keep)
+        yield AskAll({s.number: orders.Published(what.at.change) for s in self.view.shards})
+        self._effects.append(Reply(request, None))
+
+
+def _undeclared(view: View) -> frozenset[str]:
+    """The names that a restored snapshot has and nobody has declared yet."""
+    return frozenset(name for name, text in view.declared.items() if text.startswith(KEPT))
+
+
+def _why_not(shard: int, answer: Any) -> str:
+    if answer is None:
+        return f"the servers of shard {shard} that knew its rows at that point were lost meanwhile"
+    return f"shard {shard} could not write its part: {answer}" if isinstance(answer, str) else ""

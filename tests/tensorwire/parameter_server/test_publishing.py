@@ -1,0 +1,281 @@
+"""Clusters publish versions while they train, begin with them, and go back to them."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rpc.testing import MemoryHub, as_worker, local_group
+from tensorwire import parameter_server as ps
+from tensorwire.checkpoint import NotSavedError
+from tensorwire.checkpoint.chain import Chain, Kind
+from tensorwire.parameter_server.client import publishing
+from tensorwire.parameter_server.decisions import tasks
+from tensorwire.parameter_server.reading import read_dense
+from tests.tensorwire.parameter_server.clusters import train
+
+_IDS = torch.arange(30)
+_COLUMNS = ("weight", "state.sum", "touched")
+
+
+def _items(cluster: ps.Cluster) -> ps.Table:
+    return cluster.table(
+        "items", 4, ps.Adagrad(lr=1.0), admit=ps.MinCount(2), evict=ps.UnusedFor(6)
+    )
+
+
+def _some(step: int) -> Tensor:
+    return _IDS[(_IDS * 7 + step) % 5 < 2]
+
+
+def _push(items: ps.Table, step: int) -> None:
+    ids = _some(step)
+    items.push(ids, torch.full((len(ids), 4), 0.5 + step))
+
+
+def _push_on(items: ps.Table) -> None:
+    for step in range(7, 12):
+        _push(items, step)
+
+
+def _all(folder: Path) -> list[Tensor]:
+    """Everything of a snapshot or version."""
+    return [each for column in _COLUMNS for each in ps.read(folder, "items", column)]
+
+
+def _kinds(folder: Path) -> list[Kind]:
+    return [each.kind for each in Chain.open(folder).versions()]
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("consistency", [ps.BSP(), ps.Async()], ids=str)
+def test_each_version_is_as_the_snapshot_of_its_step(tmp_path: Path, consistency: Any) -> None:
+    """While servers come and go."""
+
+    def go(consistency: Any) -> None:
+        cluster = ps.connect(["ps0", "ps1"], consistency=consistency)
+        items, folder = _items(cluster), tmp_path / "chain"
+        model = nn.Linear(3, 2)
+        optimizer = ps.Optimizer(cluster, model, dense=torch.optim.Adam, name="net")
+        published = cluster.publish(folder, ps.Steps(1000), base_every=3, state=True)
+        published.wait()
+        for step in range(1, 7):
+            _push(items, step)
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            if step == 3:
+                cluster.resize(["ps1", "ps2", "ps3"])
+            if step == 5:
+                cluster.resize(["ps0"])
+            cluster.snapshot(tmp_path / str(step)).wait()
+            published.take()
+            published.wait()
+            assert published.version is not None
+            at, wanted = published.version.folder, tmp_path / str(step)
+            assert _same(_all(at), _all(wanted)), step
+            assert torch.equal(read_dense(at, "net"), read_dense(wanted, "net"))  # type: ignore[arg-type]
+        assert [each.value[0] for each in _kinds(folder)] == list("bdddbdd")
+        cluster.finish()
+
+    train([go], consistency, servers=4)
+
+
+def test_versions_are_due_by_steps_and_hold_what_was_pushed(tmp_path: Path) -> None:
+    def go() -> list[int]:
+        cluster = ps.connect(["ps0"])
+        items = _items(cluster)
+        published = cluster.publish(tmp_path, ps.Steps(3))
+        for step in range(1, 8):
+            _push(items, step)
+            published.wait()
+        published.stop()
+        return [each.step for each in Chain.open(tmp_path).versions()]
+
+    steps = train([go])[0]
+    assert steps[-2:] == [3, 6]
+    assert ps.read(tmp_path, "items")[1].shape[1] == 4
+    with pytest.raises(NotSavedError, match=r"have .*, not 'state.sum'"):
+        ps.read(tmp_path, "items", "state.sum")
+
+
+def test_what_a_full_disk_did_not_take_is_in_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def go() -> bool:
+        cluster = ps.connect(["ps0", "ps1"])
+        items = _items(cluster)
+        published = cluster.publish(tmp_path / "chain", ps.Steps(1000), state=True)
+        published.wait()
+        for step in range(1, 7):
+            _push(items, step)
+            with monkeypatch.context() as patch:
+                if step % 3:
+                    patch.setattr(publishing.ChainWriter, "commit", full)
+                published.take()
+                if step % 3:
+                    with pytest.raises(ps.SnapshotError, match="No space left"):
+                        published.wait()
+                else:
+                    published.wait()
+        cluster.snapshot(tmp_path / "snapshot").wait()
+        return _same(_all(tmp_path / "chain"), _all(tmp_path / "snapshot"))
+
+    assert train([go], servers=2) == [True]
+    assert _kinds(tmp_path / "chain") == [Kind.BASE, Kind.DELTA, Kind.DELTA]
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for servers that do not come back."""
+    monkeypatch.setattr(tasks, "PATIENCE", 0.1)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_cluster_goes_back_to_the_last_delta_and_publishes_a_base(tmp_path: Path) -> None:
+    hub = MemoryHub()
+    with local_group("ps0", "ps1", "trainer", hub=hub) as agents, as_worker(agents[-1]):
+        cluster = ps.connect(["ps0", "ps1"])
+        items = _items(cluster)
+        published = cluster.publish(tmp_path, ps.Steps(1), state=True)
+        for step in range(1, 6):
+            _push(items, step)
+            published.wait()
+        last = published.version
+        assert last is not None
+        assert (last.kind, last.step) == (Kind.DELTA, 5)
+        before = items.pull(_IDS)
+        published.stop()
+        _push(items, 6)
+        hub.cut(agents[0].info.id)
+        with pytest.raises(ps.RolledBack) as told:
+            _push_on(items)
+        assert (told.value.step, told.value.snapshot) == (5, str(last.folder))
+        assert torch.equal(items.pull(_IDS), before)
+        again = cluster.publish(tmp_path, ps.Steps(1000), state=True)
+        again.wait()
+        assert again.version is not None
+        assert (again.version.kind, again.version.step) == (Kind.BASE, 5)
+        assert again.version.number > last.number
+
+
+def test_training_goes_on_from_a_delta_on_other_servers_as_if_nothing_were(tmp_path: Path) -> None:
+    def first() -> None:
+        cluster = ps.connect(["ps0", "ps1"])
+        items = _items(cluster)
+        published = cluster.publish(tmp_path / "chain", ps.Steps(1000), state=True)
+        for step in range(1, 5):
+            _push(items, step)
+            published.take()
+            published.wait()
+        for step in range(5, 12):
+            _push(items, step)
+        cluster.snapshot(tmp_path / "straight").wait()
+
+    def second() -> None:
+        cluster = ps.connect(["ps0", "ps1", "ps2"], restore=tmp_path / "chain")
+        items = _items(cluster)
+        for step in range(5, 12):
+            _push(items, step)
+        cluster.snapshot(tmp_path / "restored").wait()
+
+    train([first], servers=2)
+    train([second], servers=3)
+    assert _same(_all(tmp_path / "straight"), _all(tmp_path / "restored"))
+
+
+def test_heads_die_while_versions_are_published(tmp_path: Path) -> None:
+    """Each version is as a snapshot of the same step, whoever keeps the rows by then."""
+    hub = MemoryHub()
+    names = ["ps0", "ps1", "ps2", "ps3"]
+    with local_group(*names, "trainer", hub=hub) as agents, as_worker(agents[-1]):
+        cluster = ps.connect(names, backups=1)
+        items = _items(cluster)
+        published = cluster.publish(tmp_path / "chain", ps.Steps(1000), state=True)
+        published.wait()
+        for step in range(1, 6):
+            _push(items, step)
+            if step in (2, 4):
+                published.take()
+                hub.cut(agents[step // 2].info.id)
+            _until_published(published)
+            cluster.snapshot(tmp_path / str(step)).wait()
+            assert published.version is not None
+            assert _same(_all(published.version.folder), _all(tmp_path / str(step))), step
+    assert Kind.DELTA in _kinds(tmp_path / "chain")[-2:]
+
+
+def _until_published(published: ps.Publishing) -> None:
+    """A version that meets the death of a head is given up; the next one holds what it should."""
+    for _ in range(20):
+        published.take()
+        try:
+            published.wait()
+        except ps.SnapshotError:
+            continue
+        return
+    raise AssertionError("no version was published")
+
+
+def test_one_trainer_publishes(tmp_path: Path) -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def first() -> None:
+        cluster = ps.connect(["ps0"], trainers=2, consistency=ps.Async())
+        _push(_items(cluster), 1)
+        cluster.publish(tmp_path / "one", ps.Seconds(0.01)).wait()
+        with pytest.raises(ps.ParameterServerError, match="already; stop"):
+            cluster.publish(tmp_path / "two", ps.Seconds(1))
+        begun.set()
+        assert done.wait(60)
+
+    def second() -> None:
+        cluster = ps.connect(["ps0"], trainers=2, consistency=ps.Async())
+        _push(_items(cluster), 1)
+        assert begun.wait(60)
+        with pytest.raises(BlockingIOError, match="a chain has one writer"):
+            cluster.publish(tmp_path / "one", ps.Seconds(1))
+        with pytest.raises(ps.SnapshotError, match="'trainer0' publishes this cluster already"):
+            cluster.publish(tmp_path / "three", ps.Seconds(1)).wait()
+        done.set()
+
+    train([first, second])
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"every": 5}, "every=5 is a int, not ps.Steps"),
+        ({"every": ps.Steps(1), "base_every": 0}, "base_every=0 must be at least 1"),
+        ({"every": ps.Steps(1), "keep_bases": 0}, "keep_bases=0 must be at least 1"),
+        ({"every": ps.Steps(1), "state": 1}, "state=1 is a int, not True or False"),
+        ({"every": ps.Steps(1), "extra": {1}}, "no plain JSON"),
+    ],
+)
+def test_a_wrong_argument_is_one_error(
+    tmp_path: Path, options: dict[str, Any], wanted: str
+) -> None:
+    def go() -> None:
+        with pytest.raises((TypeError, ValueError), match=wanted):
+            ps.connect(["ps0"]).publish(tmp_path / "none", **options)
+
+    train([go])
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("wrong", [lambda: ps.Steps(0), lambda: ps.Seconds(0)])
+def test_never_is_no_time_to_publish(wrong: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        wrong()
