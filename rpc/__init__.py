@@ -5,10 +5,15 @@ with :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`, and leaves with
 :func:`shutdown`.
 """
 
-from rpc import api, backend_registry, constants, functions, internal, options, rref_proxy, tracing
+from rpc import api, backend_registry, constants, functions, options, tracing
+from rpc import internal as internal
+from rpc import rref_proxy as rref_proxy
 from rpc.agent import Agent
+from rpc.api import AllGatherStates as AllGatherStates
+from rpc.api import _get_current_rpc_agent as _get_current_rpc_agent
+from rpc.api import _init_rpc_backend as _init_rpc_backend
+from rpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
 from rpc.api import (
-    AllGatherStates,
     _set_rpc_timeout,
     cancelled,
     debug_info,
@@ -18,7 +23,6 @@ from rpc.api import (
     is_available,
     method_factory,
     metrics,
-    new_method,
     on_membership,
     remote,
     rpc_async,
@@ -26,18 +30,16 @@ from rpc.api import (
     shutdown,
     workers,
 )
-from rpc.api import _get_current_rpc_agent as _get_current_rpc_agent
-from rpc.api import _init_rpc_backend as _init_rpc_backend
-from rpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
 from rpc.api import _wait_all as _wait_all
+from rpc.api import new_method as new_method
 from rpc.backend_registry import (
     BackendType,
     BackendValue,
     backend_registered,
     construct_rpc_backend_options,
-    init_backend,
     register_backend,
 )
+from rpc.backend_registry import init_backend as init_backend
 from rpc.builtin_backends import TensorPipeAgent
 from rpc.debug import _get_debug_info as _get_debug_info
 from rpc.debug import _rref_context_get_debug_info as _rref_context_get_debug_info
@@ -82,7 +84,6 @@ RpcAgent = Agent
 
 __all__ = [
     "AgentClosedError",
-    "AllGatherStates",
     "BackendType",
     "BackendValue",
     "BringUpError",
@@ -129,14 +130,11 @@ __all__ = [
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
-    "init_backend",
     "init_rpc",
     "install_debug_signal",
-    "internal",
     "is_available",
     "method_factory",
     "metrics",
-    "new_method",
     "on_membership",
     "options",
     "progress",
@@ -144,7 +142,6 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
-    "rref_proxy",
     "serve",
     "set_event",
     "shutdown",

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,22 +27,20 @@ from rpc.calls.extension_messages import ExtensionMessages
 from rpc.calls.extension_set import ExtensionSet
 from rpc.calls.gathering import Gatherings
 from rpc.calls.inbound import Inbound
-from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
+from rpc.calls.work_report import WorkReport
+from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
 from rpc.current import context_of, forked_from
-from rpc.debug import gil_wait_seconds
 from rpc.errors import WorkerLostError
 from rpc.extend import Worker
-from rpc.extensions import CallExtension
 from rpc.group.directory import Destination, Directory
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.group.loss_reports import LossReports
 from rpc.group.members import Group
 from rpc.group.probes import Prober
-from rpc.group.shutdown import GroupShutdown, Work
+from rpc.group.shutdown import GroupShutdown
 from rpc.group.watch import Watch
 from rpc.group.worker_loss import WorkerLoss
 from rpc.ids import Life
-from rpc.observe.metrics import Snapshot
 from rpc.outcomes.completions import Completions
 from rpc.protocol.liveness import Evidence
 from rpc.rrefs.keeper import ReferenceKeeper
@@ -125,7 +123,6 @@ class Agent(process_forks.ForkAware):
         self.store: SignedStore | None = None  # kept, for one worker may be the host of it
         self.is_expelled = False
         self.liveness = ""
-        self.gil_profiling = False
         self._at_process_end: weakref.finalize[[], Agent] | None = None
         self._hears_signals = False
         self._make_threads(transport)
@@ -184,10 +181,18 @@ class Agent(process_forks.ForkAware):
             self.system_executor,
             self.event_loop,
         )
+        self.report = WorkReport(
+            shared,
+            self.caller,
+            self.callee,
+            self.directory,
+            self.executor,
+            self.options.num_worker_threads,
+        )
         self.channels = Channels(shared, self.executor)
         self.inbound = Inbound(shared, self.caller, self.callee, self.channels, self.worker_loss)
         self.messages = ExtensionMessages(shared, self.caller)
-        self.worker = Worker(
+        self.worker: Worker = Worker(
             self.life,
             shared,
             self.caller,
@@ -201,10 +206,23 @@ class Agent(process_forks.ForkAware):
         self.gatherings = Gatherings(
             self.info, self.group, self.completions, self.caller, self.directory, self.timeouts
         )
-        # What users call is the caller's own; there is no need to pass here.
-        self.rpc_sync, self.rpc_async = self.caller.rpc_sync, self.caller.rpc_async
-        self.remote, self.later = self.caller.remote, self.caller.later
+        self._lend_methods()
+
+    def _lend_methods(self) -> None:
+        """Gives methods of a worker's parts as its own: calls need not pass here."""
+        caller, directory, group, report = self.caller, self.directory, self.group, self.report
+        self.rpc_sync, self.rpc_async = caller.rpc_sync, caller.rpc_async
+        self.remote, self.later = caller.remote, caller.later
+        self.destinations = caller.destinations
         self.send_extension_message = self.messages.send
+        self.load_extension = self.extensions.load
+        self.find, self.find_now = directory.find, directory.find_now
+        self.get_worker_infos, self.lives = group.living, group.lives
+        self.hurry = self.pulse.wake
+        self.debug_info, self.metrics = report.debug_info, report.metrics
+        self.work, self.is_quiet, self.under_way = report.work, report.is_quiet, report.under_way
+        self.name_of = report.name_of
+        self.inventory, self.leaks = self.references.report.inventory, self.references.report.leaks
 
     @property
     def transport(self) -> Transport:
@@ -369,19 +387,8 @@ class Agent(process_forks.ForkAware):
             yield self.watch.close
         yield partial(self.executor.close, seconds)
         yield partial(self.completions.close, seconds)
-        yield self._name_what_runs_on
+        yield self.report.name_what_runs_on
         yield self.group_shutdown.closed
-
-    def _name_what_runs_on(self) -> None:
-        """Says in the log which calls did not end in the time that closing gave them."""
-        for row in self.callee.serving():
-            _logger.error(
-                "%r left while %s, called by %r, was still running after %.1f s",
-                self.info.name,
-                row["call"],
-                self.group.peer(row["from"]).info.name,
-                row["age"],
-            )
 
     def after_fork_in_child(self) -> None:
         """Leaves all to the parent: this process only refuses what is asked of this worker."""
@@ -391,17 +398,6 @@ class Agent(process_forks.ForkAware):
         forked_from(self)
 
     # --- What user programs ask
-
-    def find(self, to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
-        """The worker meant by a name, an id or a ``WorkerInfo``.
-
-        In a dynamic group, one that has not joined yet is waited for.
-        """
-        return self.directory.find(to, timeout)
-
-    def find_now(self, to: Destination) -> WorkerInfo:
-        """As :meth:`find`, but without waiting; a ``WorkerInfo`` is looked up by its name."""
-        return self.directory.find_now(to)
 
     def get_worker_info(
         self, worker: str | int | None = None, *, wait_for_return: float | None = None
@@ -413,10 +409,6 @@ class Agent(process_forks.ForkAware):
             return self.directory.look_up(worker)
         return self.directory.await_return(worker, wait_for_return)
 
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        """The workers that are not lost, by id."""
-        return self.group.living()
-
     def device_map(self, to: Destination) -> Mapping[torch.device, torch.device]:
         """Maps this worker's devices to those of ``to`` on which tensors arrive; maybe empty."""
         worker = self.find(to)
@@ -426,50 +418,6 @@ class Agent(process_forks.ForkAware):
     def _get_device_map(self, to: Destination) -> dict[torch.device, torch.device]:
         """The same under the name that programs of the original know."""
         return dict(self.device_map(to))
-
-    def debug_info(self) -> dict[str, Any]:
-        """Tells what this worker waits for, runs and keeps; for people."""
-        counts = self.references.counts()
-        info: dict[str, Any] = {name: getattr(counts, name) for name in counts.__slots__}
-        info["calls"] = self.caller.outstanding()
-        info["retrying"] = self.retries.paused()
-        info["waiting_for"] = [] if self.membership is None else self.membership.waited_for()
-        info["serving"] = self.callee.serving()
-        info["handler_threads"] = self.executor.thread_count()
-        info["workers"] = [worker.name for worker in self.group.living()]
-        info.update(self.extensions.debug_info())
-        return info
-
-    def metrics(self) -> Snapshot:
-        """Counts of the calls that this worker made and served so far; see ``rpc.metrics``."""
-        return Snapshot(self.info.name, self.caller.metrics(), self.callee.metrics())
-
-    def get_debug_info(self) -> dict[str, str]:
-        """Counters under the names that the original gives them; see ``rpc.debug``."""
-        threads, serving = self.executor.thread_count(), len(self.callee.serving())
-        outstanding = str(len(self.caller.outstanding()))
-        info = {
-            "agent.thread_pool_size": str(self.options.num_worker_threads),
-            "agent.num_idle_threads": str(max(0, threads - serving)),
-            "agent.num_pending_requests": outstanding,
-            "agent.client_active_calls": outstanding,
-            "agent.server_active_calls": str(serving),
-        }
-        if self.gil_profiling:
-            info["agent.gil_average_wait_time_us"] = f"{gil_wait_seconds() * 1e6:.0f}"
-        return info
-
-    def inventory(self) -> tuple[list[str], list[str]]:
-        """Its values that others hold, and its references to others' values, in words."""
-        return self.references.report.inventory()
-
-    def name_of(self, worker_id: int) -> str:
-        """The name of a worker, also of one that is lost."""
-        return self.group.peer(worker_id).info.name
-
-    def load_extension(self, name: str) -> CallExtension:
-        """Its extension of a module."""
-        return self.extensions.load(name)
 
     def why_lost(self, worker: WorkerInfo) -> WorkerLostError | None:
         """Says why a worker is lost; None if it is not."""
@@ -485,10 +433,6 @@ class Agent(process_forks.ForkAware):
 
     # --- What its components ask of each other by way of it
 
-    def destinations(self) -> set[int]:
-        """The workers that a reply is expected from."""
-        return self.caller.destinations()
-
     def declare_lost(self, life: Life, reason: str, evidence: Evidence) -> None:
         """Removes a lost worker soon, and tells the others."""
         self.completions.submit(partial(self.worker_loss.declare, life, reason, evidence))
@@ -496,10 +440,6 @@ class Agent(process_forks.ForkAware):
     def take_as_expelled(self, reason: str) -> None:
         """Does soon what is to be done if the others declared this worker lost."""
         self.completions.submit(partial(self.worker_loss.expelled, reason))
-
-    def hurry(self) -> None:
-        """Makes the pulse beat soon."""
-        self.pulse.wake()
 
     def why_expelled(self) -> str | None:
         """The reason why others declared this worker lost; None if none did, as far as it knows."""
@@ -518,10 +458,6 @@ class Agent(process_forks.ForkAware):
         """Takes a life off the store's list, if this is a dynamic group."""
         if self.membership is not None:
             self.membership.remove(life, reason)
-
-    def lives(self, who: str | int) -> bool:
-        """True if a worker of this name or id is a member and not lost."""
-        return self.group.lives(who)
 
     def departed(self, life: Life, departure: Departure | None) -> None:
         """Removes a worker that the store does not list any more."""
@@ -548,36 +484,6 @@ class Agent(process_forks.ForkAware):
         self.gatherings.worker_lost(life, error)
         self.extensions.worker_lost(life.worker, error.reason)
         self.group_shutdown.worker_lost(life.worker)
-
-    def work(self) -> Work:
-        """Counts what this worker has made, served and sent so far."""
-        sent, received = self.control.totals()
-        return Work(self.caller.sent() + self.callee.handled(), sent, received)
-
-    def is_quiet(self) -> bool:
-        """True if nothing is under way here."""
-        parts = (self.caller, self.callee, self.completions, self.references)
-        return all(part.quiet() for part in parts)
-
-    def under_way(self) -> list[str]:
-        """Names what keeps this worker from being quiet, one by one; like calls are named once."""
-
-        def name(worker: int) -> str:
-            return repr(self.group.peer(worker).info.name)
-
-        calls = [f"{row['call']} called by {name(row['from'])}" for row in self.callee.serving()]
-        calls += [f"{row['call']} called on {name(row['to'])}" for row in self.caller.outstanding()]
-        others = (
-            (self.caller, "calls that were given up and not answered"),
-            (self.references, "notices of references"),
-            (self.completions, "callbacks of futures"),
-        )
-        # The first of them only: what asks may itself run where callbacks do.
-        return list(dict.fromkeys(calls)) or [what for part, what in others if not part.quiet()][:1]
-
-    def leaks(self) -> list[str]:
-        """The values of this worker that others still use."""
-        return self.references.report.leaks()
 
     def release_references(self) -> None:
         """Makes the references of this worker unusable and tells the owners."""

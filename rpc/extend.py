@@ -56,7 +56,7 @@ from rpc.group.host_addresses import (
 )
 from rpc.group.job_roles import JobRole, JobRoles
 from rpc.group.key_values import KeyValueStore
-from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group_key
+from rpc.group.keys import KEY_FILE, read_group_key, share_group_key
 from rpc.group.member_list import Member, MemberList
 from rpc.group.records import PREFIX
 from rpc.group.signed_store import SignedStore
@@ -91,7 +91,6 @@ from rpc.worker_info import WorkerInfo
 
 __all__ = [
     "ENDING_FILE",
-    "KEY_DESCRIPTOR",
     "KEY_FILE",
     "LEASE_SECONDS",
     "WATCH",

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
-import shutil
 import signal
 import socket
 import sys
@@ -34,7 +32,6 @@ from torch.distributed.elastic.events import record
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import ProcessFailure
-from torch.distributed.elastic.utils.api import macros
 
 from rpc.errors import BringUpError, RpcError
 from rpc.extend import (
@@ -51,35 +48,27 @@ from tensorwire.launch.chronicle import Chronicle, describe_starts
 from tensorwire.launch.endpoint import is_loopback
 from tensorwire.launch.exits import ExitRules
 from tensorwire.launch.group_members import GroupMembers
-from tensorwire.launch.logs import Logs, Output
+from tensorwire.launch.local_workers import LocalWorkers
+from tensorwire.launch.logs import Output
 from tensorwire.launch.plan import Failure, Node, Phase, Plan, Seat
 from tensorwire.launch.plan_store import PlanStore
 from tensorwire.launch.processes import (
-    OrphanWatch,
-    Program,
     WorkerProcess,
-    by_cause,
-    end_all,
-    module_program,
-    not_started,
 )
 from tensorwire.launch.rendezvous import NAMESPACE, TensorWireRendezvous
-from tensorwire.launch.report import ProgressLine, describe_end, describe_plan
+from tensorwire.launch.report import ProgressLine, describe_plan
 from tensorwire.launch.roles import Role, digest
 from tensorwire.launch.seats import Left, Met
 from tensorwire.launch.silence import Silence
 from tensorwire.launch.standby import Standbys
-from tensorwire.launch.supervisor import Effect, Ended, HostStore, Kill, Start, Stop, Supervisor
+from tensorwire.launch.supervisor import Effect, HostStore, Kill, Start, Stop, Supervisor
 from tensorwire.launch.template import Template
 from tensorwire.launch.variables import (
     JobFacts,
     LocalPlace,
     group_url,
-    inherited_variables,
-    visible_device,
-    worker_variables,
 )
-from tensorwire.launch.watched import AgentWatch, Watching, begin_watch
+from tensorwire.launch.watched import Watching, begin_watch
 
 _logger = logging.getLogger("rpcrun")
 
@@ -156,31 +145,24 @@ class RoleAgent(SimpleElasticAgent):
         given = tuple(roles) or (Role(spec.role, spec.local_world_size),)
         self._roles = tuple(_with_restarts(role, spec.max_restarts) for role in given)
         self._spare, self._min_nodes, self._grace = spare, min_nodes, float(shutdown_timeout)
-        self._start_method, self._template, self._standbys = start_method, template, standbys
-        self._started_at = time.monotonic()
         self._output, self._exits = output or Output(), exit_codes or ExitRules()
         self._handler = spec.rdzv_handler
         if isinstance(self._handler, TensorWireRendezvous):
             group_key = self._handler.group_key
         self._group_key, self._key_file = group_key, key_file
         self._program_digest = digest(*(program or _words_of(spec)))
-        self._processes: dict[int, WorkerProcess] = {}
-        self._local_ranks: dict[int, int] = {}
+        self._local = LocalWorkers(
+            spec, self._roles, start_method, template, standbys, self._note_start
+        )
         self._workers: dict[int, Worker] = {}
         self._role_names: dict[int, str] = {}
-        self._failures: dict[int, ProcessFailure] = {}
         self.failure: Failure | None = None
         self.is_dismissed = False
-        self._values: dict[int, Any] = {}
-        self._not_started: list[Ended] = []
         self._stores: dict[str, StoreServer] = {}
         self._looked = 0.0
         self._declared: list[str] = []
         self._has_left = True
-        self._orphan_watch: OrphanWatch | None = None
         self._watching = watching
-        self._watch: AgentWatch | None = None
-        self._logs: Logs | None = None
         self._progress = ProgressLine(sys.stderr)
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -208,25 +190,10 @@ class RoleAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Does the first round; every start is recorded where it happens."""
         self._meet(worker_group)
-        if self._orphan_watch is None:
-            self._orphan_watch = OrphanWatch()
-            if self._key_file:
-                self._orphan_watch.tell(f"file {self._key_file}")
-        if self._logs is None:
-            output = self._output
-            filters = output.stdout_filters, output.stderr_filters
-            self._logs = Logs(
-                output.folder,
-                self._facts.run_id,
-                output.redirects,
-                output.tee,
-                output.shown,
-                output.prefix,
-                filters,
-            )
-        if self._watching is not None and self._watch is None:
+        self._local.prepare(self._output, self._key_file)
+        if self._watching is not None and self._local.watch is None:
             run_id, node = self._facts.run_id, worker_group.group_rank or 0
-            self._watch = begin_watch(run_id, node, self._job_values, self._watching)
+            self._local.watch = begin_watch(run_id, node, self._job_values, self._watching)
         self._round()
         return {}
 
@@ -252,6 +219,7 @@ class RoleAgent(SimpleElasticAgent):
         self._supervisor = Supervisor(
             self._node, self._roles, self._grace, patience, self._program_digest, self._exits
         )
+        self._local.meet(self._node.id, self._facts, self._members, self._chronicle)
         self._has_left = False
 
     def _store_beside(
@@ -287,7 +255,7 @@ class RoleAgent(SimpleElasticAgent):
             return RunResult(WorkerState.HEALTHY)
         self._part(plan)
         if plan.phase is Phase.SUCCEEDED:
-            values = dict.fromkeys(self._workers) | self._values
+            values = dict.fromkeys(self._workers) | self._local.values
             return RunResult(WorkerState.SUCCEEDED, values)
         self._remaining_restarts = 0  # what starts again, the plan has said
         dismissal = plan.dismissal(self._node.id)
@@ -297,18 +265,19 @@ class RoleAgent(SimpleElasticAgent):
 
     def _first_failures(self, first: Failure | None) -> dict[int, ProcessFailure]:
         """The failure that ended the job, or this agent's part in it, if it was here."""
-        if first is None or first.id not in self._failures or first.host != self._node.host:
+        failures = self._local.failures
+        if first is None or first.id not in failures or first.host != self._node.host:
             return {}
-        return {first.id: self._failures[first.id]}
+        return {first.id: failures[first.id]}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Ends all workers, and waits for that."""
-        self._end_all(signal.SIGTERM, self._grace)
+        self._local.end_all(signal.SIGTERM, self._grace)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Ends all workers, and leaves the job if that was not over."""
         try:
-            self._end_all(death_sig, self._grace)
+            self._local.end_all(death_sig, self._grace)
             if not self._has_left:
                 with contextlib.suppress(RpcError):  # the store may be what was lost
                     self._leave()
@@ -323,7 +292,7 @@ class RoleAgent(SimpleElasticAgent):
     def _round(self) -> Plan:
         now, plan = time.monotonic(), self._plans.read()
         self._tell_of(plan)  # it may say that this agent is out, and the next one already not
-        ended = self._poll()
+        ended = self._local.poll()
         events = self._supervisor.report(now, plan, ended, self._silent(plan))
         orphans = [
             member
@@ -339,59 +308,22 @@ class RoleAgent(SimpleElasticAgent):
                 _logger.warning("agent %s gives no sign of life; it is struck out", event.node)
         self._tell_of(plan)
         lost = self._lost()
-        ending = [each.seat.name for each in self._processes.values() if lost and each.is_ending]
+        running = self._local.running.values()
+        ending = [each.seat.name for each in running if lost and each.is_ending]
         effects = self._supervisor.act(now, plan, lost, ending)
         if starts := describe_starts([each.seat for each in effects if isinstance(each, Start)]):
             _logger.warning(starts)
         for effect in effects:
             self._perform(effect, plan)
-        self._progress.show(describe_plan(plan, lambda seat: seat.id in self._processes))
-        if self._standbys is not None and plan.phase is Phase.RUNNING:
-            self._standbys.tend(time.monotonic(), self._started_at)
-        if self._watch is not None:
-            for process in self._watch.round(plan, self._processes):
-                process.kill()
+        self._progress.show(describe_plan(plan, lambda seat: seat.id in self._local.running))
+        self._local.tend(plan)
         return plan
 
     def _tell_of(self, plan: Plan) -> None:
         """Says what of a plan was not said of earlier ones."""
-        running = [process.seat.name for process in self._processes.values()]
+        running = [process.seat.name for process in self._local.running.values()]
         for line in self._chronicle.lines(plan, running):
             _logger.warning(line)
-
-    def _poll(self) -> list[Ended]:
-        found = []
-        for seat_id, process in list(self._processes.items()):
-            result = process.poll()
-            if result is None:
-                continue
-            del self._processes[seat_id]
-            end, failure = result
-            joined = self._note_end(process, end, failure)
-            found.append((replace(end, joined=joined), failure))
-        ended = [*by_cause(found), *self._not_started]
-        self._not_started = []
-        return ended
-
-    def _note_end(self, process: WorkerProcess, end: Ended, failure: ProcessFailure | None) -> bool:
-        """Tells of it; returns True if the process was seen as a member of the group."""
-        name, how = process.seat.name, describe_end(end)
-        self._tell_orphan_watch(f"ended {process.id}")
-        if end.exit_code == 0:
-            self._values[process.seat.id] = process.value
-        else:
-            _logger.log(self._level(end.stopped), "%s (process %d) %s", name, process.id, how)
-        if failure is not None and not end.stopped:
-            self._failures[process.seat.id] = failure
-        if self._watch is not None:
-            self._watch.ended(name, how)
-        return self._members.ended(name, process.id, f"its process {how}")
-
-    def _level(self, is_expected: bool) -> int:
-        """The level of a line about the end of one worker."""
-        if self._chronicle.is_returning:
-            return logging.DEBUG  # of all of them there was one line
-        return logging.INFO if is_expected else logging.WARNING
 
     def _silent(self, plan: Plan) -> list[str]:
         """The nodes that give no sign of life."""
@@ -407,7 +339,7 @@ class RoleAgent(SimpleElasticAgent):
         now = time.monotonic()
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = now
-            processes = [(each.seat.name, each.id) for each in self._processes.values()]
+            processes = [(each.seat.name, each.id) for each in self._local.running.values()]
             self._declared = list(self._members.lost(processes))
         return self._declared
 
@@ -418,80 +350,13 @@ class RoleAgent(SimpleElasticAgent):
 
     def _perform(self, effect: Effect, plan: Plan) -> None:
         if isinstance(effect, Start):
-            self._start(effect.seat, plan)
+            self._local.start(effect.seat, plan)
         elif isinstance(effect, Stop):
-            if effect.seat in self._processes:
-                self._processes[effect.seat].ask_to_end(signal.SIGTERM, effect.again)
+            self._local.stop(effect)
         elif isinstance(effect, Kill):
-            if effect.seat in self._processes:
-                process = self._processes[effect.seat]
-                level = self._level(False)
-                _logger.log(level, "%s is killed: %s", process.seat.name, effect.why)
-                process.kill()
+            self._local.kill(effect)
         elif isinstance(effect, HostStore):
             self._host_store(effect)
-
-    def _start(self, seat: Seat, plan: Plan) -> None:
-        local = self._local_place(seat, plan)
-        try:
-            self._members.begins(seat.name, seat.life)
-            process = self._process(seat, local, plan)
-        except Exception as error:
-            _logger.exception("%s could not be started", seat.name)
-            self._not_started.append(not_started(seat, error))
-            return
-        self._processes[seat.id] = process
-        self._started_at = time.monotonic()
-        self._tell_orphan_watch(f"run {process.id}")
-        self._note_start(seat, process, local)
-
-    def _process(self, seat: Seat, local: LocalPlace, plan: Plan) -> WorkerProcess:
-        assert self._logs is not None
-        variables = self._variables(seat, local, plan)
-        logs = self._logs.of(seat, local.rank)
-        prefix = self._logs.prefix(seat, local.rank)
-        note = str(self._logs.folder / f"ending-{seat.id}-{seat.life}")
-        program = self._program(self._own_role(seat.role), local)
-        process = WorkerProcess(seat, program, variables, logs, prefix, note)
-        process.tails += self._logs.filtering(seat, local.rank, logs)
-        return process
-
-    def _own_role(self, name: str) -> Role:
-        """A role as this agent's own command line describes it: no plan says what to run."""
-        found = next((role for role in self._roles if role.name == name), None)
-        if found is None:
-            raise ValueError(f"this agent was not told what workers of role {name!r} run")
-        return found
-
-    def _program(self, role: Role, local: LocalPlace) -> Program:
-        spec = self._worker_group.spec
-        assert spec.entrypoint is not None
-        entrypoint, given = spec.entrypoint, tuple(macros.substitute([*spec.args], str(local.rank)))
-        if role.module is not None:
-            entrypoint, first = module_program(role.module, spec.entrypoint)
-            given = (*first, *role.arguments)
-        is_forked = self._start_method == "fork" or role.is_of_tensorwire
-        source = self._template if is_forked else self._standbys
-        return Program(entrypoint, given, self._start_method, spec.numa_options, source)
-
-    def _variables(self, seat: Seat, local: LocalPlace, plan: Plan) -> dict[str, str]:
-        variables = worker_variables(plan, seat, local, self._facts)
-        variables |= inherited_variables(os.environ)
-        if self._watch is not None:
-            variables |= self._watch.variables
-        if getattr(self._worker_group.spec, "virtual_local_rank", False):
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            variables["CUDA_VISIBLE_DEVICES"] = visible_device(local.rank, visible)
-            variables["LOCAL_RANK"] = "0"
-        return variables
-
-    def _local_place(self, seat: Seat, plan: Plan) -> LocalPlace:
-        """Counts the workers of one role on this agent; a worker keeps its number here."""
-        mine = [each.id for each in plan.held_by(self._node.id) if each.role == seat.role]
-        taken = {self._local_ranks[each] for each in mine if each in self._local_ranks}
-        free = next(rank for rank in range(len(mine) + 1) if rank not in taken)
-        rank = self._local_ranks.setdefault(seat.id, free)
-        return LocalPlace(rank, max(len(mine), rank + 1))
 
     def _note_start(self, seat: Seat, process: WorkerProcess, local: LocalPlace) -> None:
         worker = Worker(local.rank, seat.id, seat.number, -1, -1)
@@ -530,14 +395,6 @@ class RoleAgent(SimpleElasticAgent):
 
     # --- The end
 
-    def _end_all(self, death_signal: int, timeout: float) -> None:
-        def note(seat: int, result: tuple[Ended, ProcessFailure | None]) -> None:
-            with contextlib.suppress(RpcError):
-                self._note_end(self._processes[seat], *result)
-            del self._processes[seat]
-
-        end_all(self._processes, death_signal, timeout, note)
-
     def _part(self, plan: Plan) -> None:
         """Leaves a job that is over; the agent that hosts the store is the last."""
         handler = self._handler
@@ -566,27 +423,12 @@ class RoleAgent(SimpleElasticAgent):
 
     def _let_go(self) -> None:
         self._progress.close()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._local.close()
         self._stores.clear()
-        for source in (self._template, self._standbys):
-            if source is not None:
-                source.close()
-        if self._orphan_watch is not None:
-            self._orphan_watch.dismiss()
-            self._orphan_watch = None
-        if self._logs is not None:
-            self._logs.close()
 
     def delete_temporary_logs(self) -> None:
         """Deletes the folder of error files, if nobody asked for logs."""
-        if self._logs is not None and self._logs.is_temporary:
-            shutil.rmtree(self._logs.folder, ignore_errors=True)
-
-    def _tell_orphan_watch(self, line: str) -> None:
-        if self._orphan_watch is not None:
-            self._orphan_watch.tell(line)
+        self._local.delete_temporary_logs()
 
 
 def _with_restarts(role: Role, default: int) -> Role:

@@ -17,7 +17,7 @@ from tensorwire.parameter_server.client.connecting import connect
 from tensorwire.parameter_server.client.converting import convert
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag
-from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
+from tensorwire.parameter_server.client.exchange import Gradients
 from tensorwire.parameter_server.client.optimizer import Optimizer, Pushing, TrainerOptimizer
 from tensorwire.parameter_server.client.prefetch import prefetch
 from tensorwire.parameter_server.client.publishing import Publishing, Seconds, Steps
@@ -83,7 +83,6 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
-    "Exchanging",
     "Feature",
     "Float16",
     "Float32",
@@ -102,7 +101,6 @@ __all__ = [
     "Per",
     "Precision",
     "Publishing",
-    "Pulled",
     "Pushing",
     "Reduce",
     "RestoreError",
@@ -120,7 +118,6 @@ __all__ = [
     "Uniform",
     "UnreachableError",
     "UnusedFor",
-    "Wanted",
     "Wire",
     "connect",
     "convert",

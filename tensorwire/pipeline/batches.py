@@ -102,7 +102,7 @@ class Loop:
         batches = self._from(place, done)
         while True:
             here = self._here(done)
-            self._pipeline.place = here
+            self._pipeline.places.now = here
             try:
                 batch = next(batches)
             except StopIteration:
@@ -114,7 +114,7 @@ class Loop:
 
     def _begin(self) -> Place | None:
         """The place that an earlier life of the driver, or a checkpoint, left."""
-        if (found := self._pipeline.take_place()) is not None:
+        if (found := self._pipeline.places.take()) is not None:
             return _unpacked(found)
         if self._folder is None:
             return None
@@ -125,8 +125,8 @@ class Loop:
         saved = loaded[_PLACE]
         _logger.warning("training goes on from the checkpoint %s", latest.path)
         place = Place(saved["loop"], saved["done"], saved["loader"], saved["generator"], {}, {})
-        self._pipeline.put_place(pickle.dumps(place))
-        taken = self._pipeline.take_place()
+        self._pipeline.places.put(pickle.dumps(place))
+        taken = self._pipeline.places.take()
         assert taken is not None, "it was just put there"
         return _unpacked(taken)
 

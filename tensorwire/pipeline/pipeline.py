@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-import rpc
-from optim_dist.clipping import total_norm
 from remote_module import RemoteModule
 from tensorwire.checkpoint.spread import Share
 from tensorwire.pipeline import remote_optimizer, sessions
@@ -27,20 +23,20 @@ from tensorwire.pipeline.actions import Table
 from tensorwire.pipeline.arrival import copied
 from tensorwire.pipeline.backups.carrying_out import Carrier
 from tensorwire.pipeline.backups.coordinator import Kind, Operation
-from tensorwire.pipeline.backups.driver_state import Kept
+from tensorwire.pipeline.backups.driver_state import DriverPlaces, Kept
 from tensorwire.pipeline.backups.placing import (
     moved,
     rebalanced,
     require_backups,
-    seconds_of,
 )
 from tensorwire.pipeline.balance import Balance
 from tensorwire.pipeline.batches import Loop, require_loop
-from tensorwire.pipeline.clocks import offset
 from tensorwire.pipeline.formation import Design, Formation, Stages, as_replicas, as_schedule
-from tensorwire.pipeline.microbatches import Given, merge, rows_of, split
+from tensorwire.pipeline.microbatches import merge, split
 from tensorwire.pipeline.optimizer import PipelineOptimizer
-from tensorwire.pipeline.plan import Loss, Rows, Span, StepOrder, StepReport
+from tensorwire.pipeline.parameters import gathered, norm_of, replaced
+from tensorwire.pipeline.passes import Passes
+from tensorwire.pipeline.plan import Loss
 from tensorwire.pipeline.progress import progress
 from tensorwire.pipeline.reduction import BatchLoss, Reduction
 from tensorwire.pipeline.remote_optimizer import GroupRule
@@ -49,8 +45,7 @@ from tensorwire.pipeline.schedules import Schedule
 from tensorwire.pipeline.shares import ModelShare
 from tensorwire.pipeline.sharing import Tie
 from tensorwire.pipeline.splitting import split_model
-from tensorwire.pipeline.stage import StageSettings
-from tensorwire.pipeline.steps import Step
+from tensorwire.pipeline.stage import settings_of
 from tensorwire.pipeline.trace import Trace
 from tensorwire.pipeline.wiring import Told, Wiring
 
@@ -135,15 +130,8 @@ class Pipeline:
     ) -> None:
         replicas = as_replicas(stages)
         require_backups(replicas, backups, spares, name)
-        numbers = range(len(replicas))
         if backups and seed is None:
             seed = torch.initial_seed()
-        settings = [
-            StageSettings(
-                recompute if isinstance(recompute, bool) else each in recompute, autocast, seed
-            )
-            for each in numbers
-        ]
         self._microbatches = _require_positive("microbatches", microbatches)
         if loss is None and reduction is not None:
             raise ValueError(f"reduction={reduction!r} needs loss=, whose reduction it is")
@@ -154,19 +142,17 @@ class Pipeline:
             as_schedule(schedule),
             self._loss,
             tied,
-            tuple(settings),
-            tuple(prefixes or (f"{each}." for each in numbers)),
+            settings_of(len(replicas), recompute, autocast, seed),
+            tuple(prefixes or (f"{each}." for each in range(len(replicas)))),
         )
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
-        self._most_held: dict[int, int] = {}
         self._made_optimizers = 0
-        self._loops = 0
-        self._left: bytes | None = None
-        self.place: bytes = b""
+        self.places = DriverPlaces()
         self.is_named = name is not None
         self._carrier = Carrier(
             self._design, self._renew, name, backups, spares, keep_for, wait_for_return
         )
+        self._passes = Passes(self._carrier, self._design)
         self._carrier.begin()
         if self._carrier.resumed is not None:
             self._take_over()
@@ -246,7 +232,7 @@ class Pipeline:
     @property
     def most_held(self) -> dict[int, int]:
         """The most micro-batches whose activations each stage held at once in the last step."""
-        return dict(sorted(self._most_held.items()))
+        return dict(sorted(self._passes.most_held.items()))
 
     def table(self, microbatches: int | None = None) -> Table:
         """The actions of each worker, in order, in a step of so many micro-batches.
@@ -281,17 +267,10 @@ class Pipeline:
         """
         if self._loss is None:
             raise ValueError("loss=None: a pipeline trains only with a loss")
-        self._require_keywords(keywords)
+        self._passes.require_keywords(keywords)
         given = split(positional, keywords, target, self._microbatches)
-        weights = self._loss.weights([rows_of(each) for each in given])
         self._carrier.go_home(self._kept())
-        if self.backups:  # what the loop does with its batch is its own business
-            given = [each.copied() for each in given]
-        train = _Training(self._carrier, given, weights, scale, self.backups > 0)
-        reports = self.perform(Kind.TRAIN, train)
-        self._most_held = {at: n for each in reports.values() for at, n in each.most_held.items()}
-        losses = {at: loss for each in reports.values() for at, loss in each.losses.items()}
-        return torch.stack([losses[at] * weight for at, weight in enumerate(weights)]).sum()
+        return self._passes.train(given, self._loss, scale, self._kept())
 
     def eval_step(self, *positional: Any, **keywords: Any) -> Any:
         """Runs forward passes in evaluation mode, without gradients.
@@ -307,9 +286,8 @@ class Pipeline:
             StageFailedError: a stage raised an error, or its worker was lost.
             ValueError: the batch cannot be split, or an argument is missing or too many.
         """
-        self._require_keywords(keywords)
-        given = split(positional, keywords, None, self._microbatches)
-        outputs = self.perform(Kind.ASK, lambda _: self._outputs(self._begin(given)))
+        self._passes.require_keywords(keywords)
+        outputs = self._passes.evaluate(split(positional, keywords, None, self._microbatches))
         ready = any(isinstance(each, list) for each in (*positional, *keywords.values()))
         return outputs if ready else merge(outputs)
 
@@ -327,19 +305,7 @@ class Pipeline:
             StageFailedError: a stage raised an error, or its worker was lost.
         """
         most = _require_positive("in_flight", in_flight or 2 * len(self.workers))
-        under_way: deque[Step] = deque()
-        try:
-            for batch in batches:
-                arguments = batch if isinstance(batch, tuple) else (batch,)
-                under_way.append(self._begin(split(arguments, {}, None, 1)))
-                if len(under_way) >= most:
-                    yield self._outputs(under_way.popleft(), under_way)[0]
-            while under_way:
-                yield self._outputs(under_way.popleft(), under_way)[0]
-        except GeneratorExit:
-            if under_way:
-                self._formation.steps.abort(list(under_way), "nobody wants the rest of the stream")
-            raise
+        yield from self._passes.stream(batches, most)
 
     def trace(self) -> Trace | None:
         """The times of each worker's actions in the last step; None if there was none.
@@ -352,16 +318,7 @@ class Pipeline:
             trace.save_png("step.png")         # who did what when
             trace.save_chrome("step.json")     # for https://ui.perfetto.dev
         """
-        found: dict[str, list[Span]] = self.perform(
-            Kind.ASK, lambda _: self.call_all(sessions.spans)
-        )
-        if not any(found.values()):
-            return None
-        shifted = {}
-        for worker, spans in found.items():
-            ahead = offset(partial(rpc.rpc_sync, worker, sessions.read_clock))
-            shifted[worker] = [span.shifted(-ahead) for span in spans]
-        return Trace(shifted, self._design.wiring)
+        return self._passes.trace()
 
     def progress(
         self,
@@ -429,29 +386,12 @@ class Pipeline:
                 scheduler.step()
         """
         require_loop(state or {}, folder, every, keep)
-        loop = Loop(self, self._loops, loader, state or {}, folder, every, keep)
-        self._loops += 1
+        number = self.places.next_loop()
+        loop = Loop(self, number, loader, state or {}, folder, every, keep)
         if not bar:
             return loop.run()
         total = len(loader) if isinstance(loader, Sized) else None
         return progress(self, loop.run(), total=total)
-
-    def take_place(self) -> bytes | None:
-        """The place to which the program's loops go on, if an earlier life left one.
-
-        It is handed out to the loops that come before it, too, and to none after it.
-        """
-        if self._left is None:
-            return None
-        loop: int = pickle.loads(self._left).loop
-        left = self._left
-        if loop < self._loops:
-            self._left = None
-        return left
-
-    def put_place(self, place: bytes) -> None:
-        """Has the program's loops go on there."""
-        self._left = place
 
     def recover(self, timeout: float = 60.0) -> None:
         """Waits until lost workers are back, makes their stages anew and forms the pipeline again.
@@ -565,7 +505,7 @@ class Pipeline:
             ValueError: no such worker is in the group.
         """
         coordinator = self._carrier.coordinator
-        owners = rebalanced(self._design, coordinator.homes, self._seconds(), workers)
+        owners = rebalanced(self._design, coordinator.homes, self._passes.seconds(), workers)
         homes = owners if workers or not coordinator.missing else coordinator.homes
         if owners != coordinator.owners:
             self._carrier.move(owners, homes, self._kept())
@@ -589,13 +529,7 @@ class Pipeline:
         """
         norms_of = remote_optimizer.gradient_norms
         found = self.perform(Kind.ASK, lambda _: self.call_all(norms_of, norm_type)).values()
-        norms = [
-            norm
-            for stage in range(len(self._design.stages))
-            for each in found
-            for norm in each.get(stage, ())
-        ]
-        total = total_norm(norms, norm_type, error_if_nonfinite)
+        total = norm_of(len(self._design.stages), found, norm_type, error_if_nonfinite)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         scale = partial(self.call_all, remote_optimizer.scale_gradients, float(factor))
         self.perform(Kind.CHANGE, lambda _: scale())
@@ -607,14 +541,7 @@ class Pipeline:
         A stage's own names have its number before them: ``"1.norm.weight"``. To save a model
         without gathering it, use ``tensorwire.checkpoint``.
         """
-
-        def read(operation: Operation) -> dict[str, Any]:
-            pairs = zip(self.stages, self._design.prefixes, strict=True)
-            return {
-                p + name: each for stage, p in pairs for name, each in stage.state_dict().items()
-            }
-
-        state: dict[str, Any] = self.perform(Kind.ASK, read)
+        state: dict[str, Any] = self.perform(Kind.ASK, lambda _: gathered(self._design))
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -625,19 +552,7 @@ class Pipeline:
         """
         if self.backups:
             state_dict = copied(dict(state_dict))
-        self.perform(Kind.STEP, lambda _: self._load(state_dict))
-
-    def _load(self, state_dict: Mapping[str, Any]) -> None:
-        known: set[str] = set()
-        for replicas, prefix in zip(self._design.stages, self._design.prefixes, strict=True):
-            for replica in replicas:
-                rref = replica.get_module_rref()
-                names = rpc.rpc_sync(rref.owner(), sessions.state_names, (rref,))
-                own = {n: state_dict[prefix + n] for n in names if prefix + n in state_dict}
-                replica.load_state_dict(own)
-                known.update(prefix + name for name in names)
-        if rest := sorted(set(state_dict) - known):
-            raise RuntimeError(f"no stage has what the state has: {rest}")
+        self.perform(Kind.STEP, lambda _: replaced(self._design, state_dict))
 
     def checkpoint_shares(self) -> list[Share]:
         """The shares of the model each worker saves and loads; see ``tensorwire.checkpoint``."""
@@ -719,71 +634,14 @@ class Pipeline:
 
     def _kept(self) -> bytes:
         """The driver's own state, which is backed up with stage 0."""
-        return pickle.dumps(Kept(self.steps, self.place))
+        return pickle.dumps(Kept(self.steps, self.places.now))
 
     def _take_over(self) -> None:
         """Goes on where an earlier life of the driver was."""
         (found,) = self.call_each(sessions.kept, {self._formation.plan.owners[0][0]: ()}).values()
         kept: Kept = pickle.loads(found)
-        self._carrier.coordinator.trained, self.place = kept.steps, kept.place
-        self._left = kept.place or None
-
-    def _seconds(self) -> list[float]:
-        """The seconds that each stage took in the last step."""
-        spans = self.perform(Kind.ASK, lambda _: self.call_all(sessions.spans)).values()
-        return seconds_of(len(self._design.stages), [span for each in spans for span in each])
-
-    def _begin(self, given: Sequence[Any]) -> Step:
-        rows = self._formation.rows(False, len(given))
-        order = StepOrder(self._formation.next_step(), Rows(False, len(given)), self.steps)
-        return self._formation.steps.begin(order, rows, given)
-
-    def _outputs(self, step: Step, later: Iterable[Step] = ()) -> list[Any]:
-        reports = self._formation.steps.finish(step, later).values()
-        found = {at: output for each in reports for at, output in each.outputs.items()}
-        return [found[at] for at in range(len(found))]
-
-    def _require_keywords(self, keywords: Mapping[str, Any]) -> None:
-        wanted = {
-            name
-            for stage in range(self._design.wiring.stages)
-            for name in self._design.wiring.keywords(stage)
-            if name and not name.isdigit()
-        }
-        if wanted != set(keywords):
-            raise ValueError(
-                f"the stages take the keyword arguments {sorted(wanted)}, but the step got "
-                f"{sorted(keywords)}; inputs= says which stage takes which"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Training:
-    """One training step, which can be done again.
-
-    Args:
-        carrier: has the formation that does it.
-        given: the micro-batches.
-        weights: of each.
-        scale: of the gradients.
-        keeps: the micro-batches are needed again, whatever the stages do with them.
-    """
-
-    carrier: Carrier
-    given: list[Given]
-    weights: tuple[float, ...]
-    scale: float
-    keeps: bool
-
-    def __call__(self, operation: Operation) -> dict[str, StepReport]:
-        formation, count = self.carrier.formation, len(self.given)
-        rows = formation.rows(True, count)
-        order = StepOrder(
-            formation.next_step(), Rows(True, count), operation.drawn, self.weights, self.scale,
-            operation.cut, operation.kept or b"",
-        )  # fmt: skip
-        given = [each.copied() for each in self.given] if self.keeps else self.given
-        return formation.steps.finish(formation.steps.begin(order, rows, given))
+        self._carrier.coordinator.trained = kept.steps
+        self.places.go_on_at(kept.place)
 
 
 def _no_options(name: str, parameter: torch.nn.Parameter) -> dict[str, Any]:

@@ -8,7 +8,7 @@ others' business. Gradients add up in the parameters' ``grad`` in the order of t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -44,6 +44,21 @@ class StageSettings:
     recompute: bool = False
     autocast: torch.dtype | None = None
     seed: int | None = None
+
+
+def settings_of(
+    stages: int,
+    recompute: bool | Collection[int],
+    autocast: torch.dtype | None,
+    seed: int | None,
+) -> tuple[StageSettings, ...]:
+    """The settings of each stage; ``recompute`` names stages, or is for all."""
+    return tuple(
+        StageSettings(
+            recompute if isinstance(recompute, bool) else each in recompute, autocast, seed
+        )
+        for each in range(stages)
+    )
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import rpc
@@ -58,6 +59,39 @@ class WorkerProcess:
             self.process.join()
         self._ours.close()
         self.process.close()
+
+
+class ProcessGroup:
+    """Workers of one dynamic group, each a process, that are killed and started again by name.
+
+    Args:
+        folder: where they meet.
+        backend: of the group.
+        join: called in each with the backend, the URL, its name and its rank.
+    """
+
+    def __init__(self, folder: Path, backend: str, join: Callable[..., object]) -> None:
+        self._join, self._backend, self._url = join, backend, f"file://{folder}/meeting"
+        self.workers: dict[str, WorkerProcess] = {}
+        self.ranks: dict[str, int] = {}
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            rank = self.ranks.setdefault(name, len(self.ranks))
+            self.workers[name] = WorkerProcess()
+            self.workers[name].begin(self._join, self._backend, self._url, name, rank)
+        for name in names:
+            self.workers[name].result()
+
+    def kill(self, name: str) -> None:
+        worker = self.workers.pop(name)
+        worker.send_signal(signal.SIGKILL)
+        worker.process.join()
+        worker.end()
+
+    def end(self) -> None:
+        for worker in self.workers.values():
+            worker.end()
 
 
 def _serve(orders: Connection) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.server.host import host
 from tensorwire.parameter_server.server.loading import load_kernels
 from tests import waiting
-from tests.rpc.worker_processes import WorkerProcess, join
+from tests.rpc.worker_processes import ProcessGroup, join
 from tests.tensorwire.parameter_server.clusters import server_names, train
 
 pytestmark = [
@@ -42,30 +41,12 @@ _STEPS = 40
 _SECONDS = 90.0
 
 
-class Processes:
+class Processes(ProcessGroup):
     """A group of servers and trainers, each a process."""
 
     def __init__(self, folder: Path, backend: str) -> None:
-        self.folder = folder
-        self.backend = backend
-        self.workers: dict[str, WorkerProcess] = {}
-        self.ranks: dict[str, int] = {}
+        super().__init__(folder, backend, _join)
         self.clusters = 0
-
-    def start(self, *names: str) -> None:
-        url = f"file://{self.folder}/meeting"
-        for name in names:
-            rank = self.ranks.setdefault(name, len(self.ranks))
-            self.workers[name] = WorkerProcess()
-            self.workers[name].begin(_join, self.backend, url, name, rank)
-        for name in names:
-            self.workers[name].result()
-
-    def kill(self, name: str) -> None:
-        worker = self.workers.pop(name)
-        worker.send_signal(signal.SIGKILL)
-        worker.process.join()
-        worker.end()
 
     def begin(self, name: str, function: Any, *args: Any) -> None:
         self.workers[name].begin(function, *args)
@@ -77,10 +58,6 @@ class Processes:
         self.start(*(name for name in self.ranks if name not in self.workers))
         self.clusters += 1
         return f"cluster{self.clusters}"
-
-    def end(self) -> None:
-        for worker in self.workers.values():
-            worker.end()
 
 
 class Groups:

@@ -21,7 +21,7 @@ from torch import nn
 import rpc
 from remote_module import RemoteModule
 from tensorwire.pipeline import Pipeline, PipelineOptimizer
-from tests.rpc.worker_processes import WorkerProcess, join
+from tests.rpc.worker_processes import ProcessGroup, join
 from tests.waiting import eventually
 
 pytestmark = [
@@ -37,34 +37,13 @@ _STEPS = 30
 _STAGES = ("a", "b", "c")
 
 
-class _Group:
+class _Group(ProcessGroup):
     """A driver and stages, each a process."""
 
     def __init__(self, folder: Path, backend: str) -> None:
-        self.folder, self.backend = folder, backend
-        self.workers: dict[str, WorkerProcess] = {}
-        self.ranks: dict[str, int] = {}
+        super().__init__(folder, backend, _join)
         self.start("driver", *_STAGES)
         self.quiet = self.workers["driver"].do(_train, 1)
-
-    def start(self, *names: str) -> None:
-        url = f"file://{self.folder}/meeting"
-        for name in names:
-            rank = self.ranks.setdefault(name, len(self.ranks))
-            self.workers[name] = WorkerProcess()
-            self.workers[name].begin(_join, self.backend, url, name, rank)
-        for name in names:
-            self.workers[name].result()
-
-    def kill(self, name: str) -> None:
-        worker = self.workers.pop(name)
-        worker.send_signal(signal.SIGKILL)
-        worker.process.join()
-        worker.end()
-
-    def end(self) -> None:
-        for worker in self.workers.values():
-            worker.end()
 
 
 @dataclass(frozen=True)
