@@ -20,6 +20,7 @@ from tensorwire.checkpoint.errors import (
 from tensorwire.checkpoint.files import Checkpoint, Draft, PartWriter, complete, latest, retain
 from tensorwire.checkpoint.loading import Stateful
 from tensorwire.checkpoint.saving import Saving, load, save, save_in_background
+from tensorwire.checkpoint.weights import Following, Publishing, State, follow, publish
 
 __all__ = [
     "Chain",
@@ -28,20 +29,25 @@ __all__ = [
     "CheckpointError",
     "DamagedCheckpointError",
     "Draft",
+    "Following",
     "Kind",
     "MismatchError",
     "NoCheckpointError",
     "NotSavedError",
     "PartWriter",
+    "Publishing",
     "Saving",
+    "State",
     "Stateful",
     "UnsafeCheckpointError",
     "UnsavableValueError",
     "Version",
     "VersionFile",
     "complete",
+    "follow",
     "latest",
     "load",
+    "publish",
     "retain",
     "save",
     "save_in_background",

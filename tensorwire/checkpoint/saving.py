@@ -191,7 +191,7 @@ class _Saving:
         self._keep = keep
         self._shares: dict[str, list[tuple[str, Source]]] = {}
         self._objects: dict[str, Any] = {}
-        self._plain = _take_apart(dict(state), "", self._shares, self._objects)
+        self._plain = take_apart(dict(state), "", self._shares, self._objects)
         self._draft = Draft.create(path, overwrite)
         self._token = uuid.uuid4().hex
         self._waits: list[Callable[[], Any]] = []
@@ -204,7 +204,7 @@ class _Saving:
     def write_parts(self) -> None:
         """Has every owner write its part, and writes what is here."""
         arguments = {
-            worker: (str(self._draft.folder), _part_of(worker), shares)
+            worker: (str(self._draft.folder), part_of(worker), shares)
             for worker, shares in self._shares.items()
         }
         self._begin(writing.write_part, arguments)
@@ -214,7 +214,7 @@ class _Saving:
     def copy_parts(self) -> None:
         """Has every owner copy its part and begin to write; copies and writes what is here."""
         arguments = {
-            worker: (self._token, str(self._draft.folder), _part_of(worker), shares)
+            worker: (self._token, str(self._draft.folder), part_of(worker), shares)
             for worker, shares in self._shares.items()
         }
         self._begin(writing.copy_part, arguments)
@@ -229,7 +229,7 @@ class _Saving:
 
     def commit(self) -> Checkpoint:
         """Makes the draft a checkpoint, and removes those that are too many."""
-        parts = [_COMMON, *map(_part_of, self._shares)]
+        parts = [_COMMON, *map(part_of, self._shares)]
         done = self._draft.commit(parts)
         if self._keep is not None:
             retain(done.path.parent, self._keep)
@@ -254,11 +254,12 @@ class _Saving:
             part.finish({"state": state, "objects": self._objects})
 
 
-def _part_of(worker: str) -> str:
+def part_of(worker: str) -> str:
+    """The name of a worker's part."""
     return f"worker {worker}"
 
 
-def _take_apart(
+def take_apart(
     value: Any, name: str, shares: dict[str, list[tuple[str, Source]]], objects: dict[str, Any]
 ) -> Any:
     """Replaces objects by what of them is plain; notes what their owners have, and their kinds."""
@@ -269,12 +270,11 @@ def _take_apart(
         return spread.checkpoint_common()
     if isinstance(value, dict):
         return {
-            key: _take_apart(each, join(name, key), shares, objects) for key, each in value.items()
+            key: take_apart(each, join(name, key), shares, objects) for key, each in value.items()
         }
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(
-            _take_apart(each, join(name, place), shares, objects)
-            for place, each in enumerate(value)
+            take_apart(each, join(name, place), shares, objects) for place, each in enumerate(value)
         )
     if not isinstance(value, Stateful):
         return value
