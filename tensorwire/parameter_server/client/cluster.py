@@ -26,6 +26,8 @@ from tensorwire.parameter_server.client.exchange import (
     Answer,
     Exchanging,
     Gradients,
+    KnownRows,
+    PendingPull,
     Pulled,
     Step,
     StepGradient,
@@ -455,6 +457,7 @@ class Cluster:
         wanted: Sequence[TableIds] = (),
         dense: tuple[str, ...] = (),
         skip: bool = False,
+        known: Sequence[KnownRows] = (),
     ) -> Exchanging:
         """As :meth:`exchange`, of what was put together and checked before.
 
@@ -463,6 +466,8 @@ class Cluster:
             wanted: ids of rows to pull; no table twice.
             dense: names of dense groups to pull.
             skip: pushes an empty step if ``push`` is None.
+            known: of each of ``wanted`` what is known of rows that are kept here; empty if none
+                are.
 
         Returns:
             Its ``wait`` returns an ``Answer``, or None if nothing was asked for.
@@ -478,7 +483,7 @@ class Cluster:
         with self._account.timed("sending"):
             if push is not None or skip:
                 gone = self._whole(push)
-            number, asked = self.session.send(gone, wanted, dense)
+            number, asked = self.session.send(gone, wanted, dense, known)
         if gone is not None:
             self.session.worker.progress.count()
             if self.publishing is not None:
@@ -496,6 +501,18 @@ class Cluster:
                 self.session.keep(number)
 
         return Exchanging(finish)
+
+    def send_aside(self, wanted: Sequence[TableIds], known: Sequence[KnownRows]) -> PendingPull:
+        """Pulls rows of later batches, beside a step; arguments as of :meth:`send`."""
+        with self._account.timed("sending"):
+            _, asked = self.session.send(None, wanted, (), known, is_aside=True)
+        assert asked is not None
+        return asked
+
+    def wait_aside(self, asked: PendingPull) -> Answer:
+        """Waits for the answer to :meth:`send_aside`."""
+        with self._account.timed("waiting"):
+            return self.session.wait_for(asked, None)
 
     def use_the_wait(self) -> None:
         """Does what was left for a time at which this trainer waits."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorwire.parameter_server.client.distinct import distinct, distinct_many
-from tensorwire.parameter_server.client.embedding import MODES, PLANS, Lookup, in_order
+from tensorwire.parameter_server.client.embedding import MODES, Lookup, in_order
 from tensorwire.parameter_server.client.features import FeatureIds, feature_ids, given
 from tensorwire.parameter_server.client.gradient import watch
 from tensorwire.parameter_server.client.lookup import spread
@@ -170,7 +170,7 @@ class _Collection(Lookup):
         """
         batch = self._batch(ids)
         self._prepare(batch)
-        self._batches = [*self._batches[1 - PLANS :], batch]
+        self._batches = [*self._batches[1 - self.batches_known :], batch]
         return batch.ids
 
     def _prepare(self, batch: _Batch) -> None:

@@ -23,8 +23,8 @@ from tensorwire.parameter_server.rows.device_memory import to_device
 
 MODES: Final = ("sum", "mean", "max")
 """The ways in which the rows of a bag become one."""
-PLANS: Final = 3
-"""Batches that may be known before they are looked up: this one, and two more."""
+KNOWN: Final = 3
+"""Batches whose ids may be known before they are looked up: this one, and two more."""
 
 
 class Rows(Protocol):
@@ -39,21 +39,21 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """The needs of a batch of ids.
+class _UniqueIds:
+    """The unique ids of a batch, as ``torch.unique`` returns them, and the batch.
 
     Args:
         given: the ids as they were given.
         version: of that tensor; another one if it was changed in place.
         unique: the different ids, without the one that pads.
-        places: for each id its place in ``unique``, after ``padding`` has been put in.
+        inverse: for each id its place in ``unique``, after ``padding`` has been put in.
         padding: where among ``unique`` the row of zeros belongs; None if there is none.
     """
 
     given: Tensor
     version: int
     unique: Tensor
-    places: Tensor
+    inverse: Tensor
     padding: int | None
 
     def is_of(self, ids: Tensor) -> bool:
@@ -66,9 +66,11 @@ class Lookup(nn.Module):
 
     Attributes:
         tables: where they look; each once.
+        batches_known: batches whose ids may be known before they are looked up, this one included.
     """
 
     tables: list[Any]
+    batches_known: int = KNOWN
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Has ``torch.compile`` leave the lookup to Python, as it leaves other messages."""
@@ -108,7 +110,7 @@ class Lookup(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which share the tables; rows stay at the servers."""
-        left: dict[str, list[Any]] = {"_plans": [], "_batches": []}
+        left: dict[str, list[Any]] = {"_unique": [], "_batches": []}
         return {name: left.get(name, value) for name, value in vars(self).items()}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -140,7 +142,7 @@ class _Module(Lookup):
         self.tables = [table]
         self.padding_idx = padding_idx
         self.rows = table.gradient.parameter
-        self._plans: list[_Plan] = []
+        self._unique: list[_UniqueIds] = []
 
     @property
     def embedding_dim(self) -> int:
@@ -159,9 +161,9 @@ class _Module(Lookup):
             ids: as they will be given to :meth:`forward`. The work is not done again there.
         """
         ids = self._checked(ids)
-        plan = _plan(ids, self.padding_idx, self._is_ordered)
-        self._plans = [*self._plans[1 - PLANS :], plan]
-        return plan.unique
+        found = _unique_ids(ids, self.padding_idx, self._is_ordered)
+        self._unique = [*self._unique[1 - self.batches_known :], found]
+        return found.unique
 
     def _checked(self, ids: Tensor) -> Tensor:
         """The ids as one strided tensor.
@@ -177,27 +179,27 @@ class _Module(Lookup):
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, the place of each id among them, and the place of padding."""
         self.require_no_transform()
-        plan = self._take_plan(ids)
-        rows = to_device(self.table.fetch(plan.unique), ids.device)
+        found = self._take_unique(ids)
+        rows = to_device(self.table.fetch(found.unique), ids.device)
         if torch.is_grad_enabled() and self.rows.requires_grad:
             rows.requires_grad_()
-            unique = TableIds((self.table.name,), (len(rows),), plan.unique)
+            unique = TableIds((self.table.name,), (len(rows),), found.unique)
             watch([self.table.gradient], unique, rows)
         rows = rows.to(self.rows.dtype)  # another one after ``model.half()``
-        places = to_device(plan.places, ids.device)
-        where = plan.padding if len(rows) else 0  # torch wants a row, even for no id at all
+        places = to_device(found.inverse, ids.device)
+        where = found.padding if len(rows) else 0  # torch wants a row, even for no id at all
         if where is None:
             return rows, places, None
         zeros = rows.new_zeros(1, rows.shape[1])
         return torch.cat((rows[:where], zeros, rows[where:])), places, where
 
-    def _take_plan(self, ids: Tensor) -> _Plan:
-        """The plan that was made for just these ids, or else a new one."""
-        for place, plan in enumerate(self._plans):
-            if plan.is_of(ids):
-                self._plans = self._plans[place + 1 :]
-                return plan
-        return _plan(ids, self.padding_idx, self._is_ordered)
+    def _take_unique(self, ids: Tensor) -> _UniqueIds:
+        """The unique ids of just this tensor, found before or now."""
+        for place, found in enumerate(self._unique):
+            if found.is_of(ids):
+                self._unique = self._unique[place + 1 :]
+                return found
+        return _unique_ids(ids, self.padding_idx, self._is_ordered)
 
     def extra_repr(self) -> str:
         """For ``print(model)``."""
@@ -213,13 +215,13 @@ def in_order(unique: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     return unique, moved[places]
 
 
-def _plan(ids: Tensor, padding_idx: int | None, ordered: bool) -> _Plan:
-    unique, places = in_order(*distinct(ids.long())) if ordered else distinct(ids.long())
+def _unique_ids(ids: Tensor, padding_idx: int | None, ordered: bool) -> _UniqueIds:
+    unique, inverse = in_order(*distinct(ids.long())) if ordered else distinct(ids.long())
     found = [] if padding_idx is None else torch.nonzero(unique == padding_idx).flatten().tolist()
     if not found:
-        return _Plan(ids, ids._version, unique, places, None)
+        return _UniqueIds(ids, ids._version, unique, inverse, None)
     others = torch.cat((unique[: found[0]], unique[found[0] + 1 :]))
-    return _Plan(ids, ids._version, others, places, found[0])
+    return _UniqueIds(ids, ids._version, others, inverse, found[0])
 
 
 class Embedding(_Module):

@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.decisions.clock import PushKind
+from tensorwire.parameter_server.kernels.arrays import Ints
+from tensorwire.parameter_server.messaging.messages import Known
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.splitting import RowGradients, Split, WholeDense
@@ -101,6 +105,47 @@ class Whole:
     """Dense gradients that lie ready to be sent, once, to the head of a shard."""
 
 
+@dataclass(frozen=True, slots=True)
+class KnownRows:
+    """Up to which changes this trainer knows rows that it keeps.
+
+    Args:
+        lives: by shard, the life of its count of changes.
+        numbers: int64, of each id that is asked for; negative for those that it does not keep.
+    """
+
+    lives: Mapping[int, int]
+    numbers: Ints
+
+    def at(self, shard: int, places: Any) -> Known:
+        """As one shard is told of its ids, which have these places; None for all."""
+        own = self.numbers if places is None else self.numbers[places]
+        if len(own) and (own[0] == own).all():
+            own = own[:1]
+        return Known(self.lives.get(shard, 0), torch.from_numpy(np.ascontiguousarray(own)))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardChanges:
+    """The answer of one shard about rows that this trainer keeps.
+
+    Args:
+        shard: its number.
+        life: of its count of changes.
+        number: up to this change all that it was asked for is known now.
+        places: of its ids among those that were asked for; None for all.
+        which: True for each of its ids whose row has come.
+        rows: those rows.
+    """
+
+    shard: int
+    life: int
+    number: int
+    places: Any
+    which: Any
+    rows: Tensor
+
+
 class PendingPull:
     """A pull from the time it is sent until its answers are put together.
 
@@ -109,15 +154,25 @@ class PendingPull:
         tables: the ids of the rows that are wanted; no table twice.
         dense: names of dense groups.
         step: see ``decisions.reads.Pull``.
+        known: of each of ``tables`` what is known here; empty if nothing is kept.
+        is_aside: whether the step does not wait for it, and pushes nothing that it asks for.
     """
 
     def __init__(
-        self, number: int, tables: Sequence[TableIds], dense: tuple[str, ...], step: int
+        self,
+        number: int,
+        tables: Sequence[TableIds],
+        dense: tuple[str, ...],
+        step: int,
+        known: Sequence[KnownRows] = (),
+        is_aside: bool = False,
     ) -> None:
         self.number = number
         self.tables = tables
         self.dense = dense
         self.step = step
+        self.known = known
+        self.is_aside = is_aside
         self.epoch = -1
         self.slots: tuple[int, ...] = ()
         self.splits: list[Split] = []
@@ -139,11 +194,14 @@ class Answer:
         rows: for each ``TableIds`` that was asked for, a row for each id.
         dense: by name, the values of each parameter; None if nobody has set them yet.
         low: pushes of the slowest trainer that are in it.
+        changes: instead of ``rows``, if this trainer keeps rows: for each ``TableIds`` what each
+            shard says.
     """
 
     rows: list[Tensor]
     dense: Mapping[str, list[Tensor] | None]
     low: int
+    changes: list[list[ShardChanges]] = field(default_factory=list)
 
 
 class Exchanging:

@@ -15,7 +15,13 @@ from tensorwire.parameter_server.client import scaling, stand_ins, table_groups
 from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.embedding import tables_of
-from tensorwire.parameter_server.client.exchange import Answer, Exchanging, Step, StepGradient
+from tensorwire.parameter_server.client.exchange import (
+    Answer,
+    Exchanging,
+    KnownRows,
+    Step,
+    StepGradient,
+)
 from tensorwire.parameter_server.client.gradient import StandIn, gathered
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.declarations.arguments import instance
@@ -254,8 +260,9 @@ class Optimizer(torch.optim.Optimizer):
         dense = () if self.group is None else (self.group.name,)
         is_step = self._pushing is Pushing.STEP or bool(self.tables)
         wanted = [each.missing for each in coming]
+        known = [each.known for each in coming if each.known is not None]
         try:
-            sent = self._exchanged(push if is_step else None, wanted, dense, is_step)
+            sent = self._exchanged(push if is_step else None, wanted, dense, is_step, known)
         finally:
             for table in self.tables:
                 table.gradient.clear()
@@ -264,13 +271,18 @@ class Optimizer(torch.optim.Optimizer):
             self.cluster.rows.promised(coming, sent)
 
     def _exchanged(
-        self, push: Step | None, wanted: Sequence[TableIds], dense: tuple[str, ...], is_step: bool
+        self,
+        push: Step | None,
+        wanted: Sequence[TableIds],
+        dense: tuple[str, ...],
+        is_step: bool,
+        known: Sequence[KnownRows],
     ) -> Exchanging | None:
         """Waits for what it pulls; for a push alone only with the next step, if that may be."""
         before, self._under_way = self._under_way, None
         if before is not None:
             before.wait()
-        sent = self.cluster.send(push, wanted, dense, skip=is_step)
+        sent = self.cluster.send(push, wanted, dense, is_step, known)
         self.cluster.use_the_wait()
         if not wanted and not dense and self.cluster.is_stale:
             self._under_way = sent

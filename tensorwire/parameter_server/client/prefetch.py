@@ -1,4 +1,4 @@
-"""Fetches the rows of the next batch while this one trains."""
+"""Fetches the rows of the next batches while this one trains."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,34 @@ from torch import Tensor, nn
 from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.distinct import distinct
 from tensorwire.parameter_server.client.embedding import Lookup
+from tensorwire.parameter_server.client.lookahead import Lookahead
 from tensorwire.parameter_server.client.table import Table
-from tensorwire.parameter_server.declarations.arguments import instance
+from tensorwire.parameter_server.decisions.consistency import BSP
+from tensorwire.parameter_server.declarations.arguments import instance, whole
+from tensorwire.parameter_server.declarations.wire import BFloat16, Float16, Float32, Int8
 from tensorwire.parameter_server.messaging.messages import TableIds
 
 Batch = TypeVar("Batch")
 Ids = Callable[[Any], Any]
 
+_ROW_BY_ROW: Final = (Float32, BFloat16, Float16, Int8)
+"""Kinds that pack each row by itself, so that a row which is kept is the one that would come."""
 
-def prefetch(loader: Iterable[Batch], *modules: nn.Module, ids: Ids) -> Iterator[Batch]:
-    """Yields the batches of a loader, two behind what it reads, and fetches rows beforehand.
+
+def prefetch(
+    loader: Iterable[Batch], *modules: nn.Module, ids: Ids, ahead: int = 1
+) -> Iterator[Batch]:
+    """Yields the batches of a loader, ``ahead + 1`` behind what it reads; fetches rows beforehand.
 
     With ``ps.BSP()`` the rows of the next batch come with the answer to this step's push: one
     message a server and step, and the same results as without. With ``ps.SSP`` and
     ``ps.Async`` they are asked for before this batch trains, so that nobody waits for them:
     they lack this step.
+
+    With ``ahead`` more than 1, rows that a batch within the next ``ahead`` steps wants stay at the
+    trainer. The answer to a step brings only those rows of the next batch that the step has
+    changed; a second message to each server, whose answer no step waits for, brings the others
+    before. Results are the same, to the bit.
 
     Args:
         loader: what is iterated over.
@@ -38,15 +51,17 @@ def prefetch(loader: Iterable[Batch], *modules: nn.Module, ids: Ids) -> Iterator
         ids: of a batch, what the module will get, the very tensors. Of a model with several such
             modules a dict by their names, as ``model.named_modules()`` has them; of several
             modules as many, in their order.
+        ahead: batches whose ids are known before they train. Default 1. More need ``ps.BSP()``
+            and tables without a cache.
 
     Yields:
         The batches.
 
     Raises:
-        TypeError: the loader cannot be iterated over, a module is none, or ``ids`` is no
-            function.
-        ValueError: no module is given or found, tables are of several clusters, or ``ids`` leaves
-            a module out.
+        TypeError: the loader cannot be iterated over, a module is none, ``ids`` is no function, or
+            ``ahead`` no whole number.
+        ValueError: no module is given or found, tables are of several clusters, ``ids`` leaves
+            a module out, or with this consistency or these tables ``ahead`` must be 1.
 
     Example::
 
@@ -56,9 +71,13 @@ def prefetch(loader: Iterable[Batch], *modules: nn.Module, ids: Ids) -> Iterator
     if not callable(ids):
         raise TypeError(f"prefetch: ids={ids!r} is a {type(ids).__name__}, not a function")
     instance("prefetch", "loader", loader, Iterable, "an iterable of batches")
+    whole("prefetch", "ahead", ahead)
     wants = _wants(modules, ids)
     wants.require_one_cluster()
-    return _batches(loader, wants)
+    if ahead == 1:
+        return _batches(loader, wants)
+    wants.require_exact(ahead)
+    return _batches_ahead(loader, wants, ahead)
 
 
 def _wants(modules: Sequence[nn.Module], ids: Ids) -> _Wants:
@@ -99,6 +118,31 @@ def _batches(loader: Iterable[Batch], wants: _Wants) -> Iterator[Batch]:
         yield known.popleft()
 
 
+def _batches_ahead(loader: Iterable[Batch], wants: _Wants, ahead: int) -> Iterator[Batch]:
+    batches = iter(loader)
+    rows = wants.cluster.rows
+    before, rows.ahead = rows.ahead, Lookahead(wants.cluster)
+    window = rows.ahead
+    known = deque(itertools.islice(batches, 1))
+    try:
+        for batch in known:
+            window.admit(wants.of(batch))
+            rows.bring_ahead()
+        admitted = len(known)
+        while known:
+            known.extend(itertools.islice(batches, ahead + 2 - len(known)))
+            window.advance()
+            for batch in itertools.islice(known, admitted, ahead + 1):
+                window.admit(wants.of(batch))
+            admitted = min(len(known), ahead + 1) - 1
+            look = partial(wants.look, known[-1]) if len(known) > ahead + 1 else None
+            wants.cluster.meanwhile = partial(window.use_the_wait, look)
+            yield known.popleft()
+    finally:
+        window.close()
+        rows.ahead = before
+
+
 class _Wants:
     """Finds the different ids of a batch, while a step waits for servers if it does.
 
@@ -130,11 +174,41 @@ class _Wants:
                 f"{', '.join(clusters.values())}; call ps.prefetch once for each of them"
             )
 
+    def require_exact(self, ahead: int) -> None:
+        """Refuses to keep rows where they would not have the bits that their servers have.
+
+        Args:
+            ahead: batches that are to be known.
+        """
+        consistency = self.cluster.consistency
+        if not isinstance(consistency, BSP):
+            raise ValueError(
+                f"prefetch: ahead={ahead} keeps the bits of ps.BSP(), and this cluster has "
+                f"{consistency}, which lets rows be fetched before the step as it is; leave out "
+                "ahead="
+            )
+        for module in self._modules:
+            module.batches_known = max(module.batches_known, ahead + 2)
+            for table in module.tables:
+                if table.cache is not None:
+                    raise ValueError(
+                        f"prefetch: ahead={ahead} keeps rows up to date, and table {table.name!r} "
+                        f"has cache={table.cache.rules!r}, which hands out older ones; leave out "
+                        "one of the two"
+                    )
+                if type(table.spec.wire.pull) not in _ROW_BY_ROW:
+                    raise ValueError(
+                        f"prefetch: ahead={ahead} keeps rows as they came, and table "
+                        f"{table.name!r} has a wire of its own, {table.spec.wire.pull!r}, which "
+                        "may pack a row otherwise beside others; leave out one of the two"
+                    )
+
     def look_later(self, batch: Any) -> None:
         """Has the next step look at a batch."""
-        self.cluster.meanwhile = partial(self._look, batch)
+        self.cluster.meanwhile = partial(self.look, batch)
 
-    def _look(self, batch: Any) -> None:
+    def look(self, batch: Any) -> None:
+        """Finds the ids of a batch, for :meth:`of`."""
         with suppress(Exception):  # it is raised where the batch is to be fetched
             self._found = batch, self._wanted(batch)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.client.exchange import Answer, Exchanging, StepGradient
+from tensorwire.parameter_server.client.lookahead import Lookahead
 from tensorwire.parameter_server.client.step_rows import StepRows
 from tensorwire.parameter_server.messaging.messages import TableIds
 
@@ -23,9 +24,13 @@ class RowFetcher:
 
     Args:
         cluster: where the tables are.
+
+    Attributes:
+        ahead: the batches that are known if rows are kept for them; else None.
     """
 
     def __init__(self, cluster: Cluster) -> None:
+        self.ahead: Lookahead | None = None
         self._cluster = cluster
         self._announced: list[TableIds] = []
         self._ready: list[StepRows] = []
@@ -130,15 +135,31 @@ class RowFetcher:
         self._forget_what_was_undone()
         announced, self._announced = self._announced, []
         known = set(tables)
+        if self.ahead is not None:
+            return self.ahead.next_rows(known, self._cluster.step + 1)
         return [self._step_rows(ids, 1) for ids in announced if known.issuperset(ids.tables)]
 
     def promised(self, rows: Sequence[StepRows], sent: Exchanging) -> None:
         """Rows come with an answer, in this order; :meth:`fetch` hands them out in their step."""
         step = self._cluster.step
         self._ready = [each for each in self._ready if each.step >= step]
+        if self.ahead is not None and rows and rows[0].known is not None:
+            self.ahead.arrived(rows, sent.wait())
+            self._ready += rows
+            return
         for place, each in enumerate(rows):
             each.promise(partial(_rows_of, sent, place))
             self._ready.append(each)
+
+    def bring_ahead(self) -> None:
+        """Sets out for the rows of the first batch of those that are known ahead."""
+        assert self.ahead is not None
+        self._forget_what_was_undone()
+        tables = {table.name for table in self._cluster.tables}
+        rows = self.ahead.next_rows(tables, self._cluster.step)
+        known = [each.known for each in rows if each.known is not None]
+        sent = self._cluster.send(None, [each.missing for each in rows], known=known)
+        self.promised(rows, sent)
 
     def _step_rows(self, ids: TableIds, later: int) -> StepRows:
         tables = self._cluster.known(*ids.tables)
@@ -149,6 +170,8 @@ class RowFetcher:
         if self._rollbacks != self._cluster.session.rollbacks:
             self._rollbacks = self._cluster.session.rollbacks
             self._ready.clear()
+            if self.ahead is not None:
+                self.ahead.forget()
             for table in self._cluster.tables:
                 table.forget()
 

@@ -22,9 +22,9 @@ from torch import Tensor
 import rpc
 from rpc import extend
 from tensorwire.parameter_server import errors
-from tensorwire.parameter_server.client import splitting
+from tensorwire.parameter_server.client import answers, splitting
 from tensorwire.parameter_server.client.bottleneck import Watch, reason
-from tensorwire.parameter_server.client.exchange import Answer, PendingPull, Whole
+from tensorwire.parameter_server.client.exchange import Answer, KnownRows, PendingPull, Whole
 from tensorwire.parameter_server.client.news import News
 from tensorwire.parameter_server.client.patience import Patience
 from tensorwire.parameter_server.client.room import Room
@@ -135,6 +135,11 @@ class Session:
         except errors.RolledBack as error:
             raise self._named(error) from None
 
+    @property
+    def open_pulls(self) -> int:
+        """Pulls whose answers nobody has taken yet."""
+        return len(self._asked)
+
     # --- what a user does
 
     def knows(self, name: str, spec: Any) -> None:
@@ -159,7 +164,12 @@ class Session:
         return finite
 
     def send(
-        self, whole: Whole | None, wanted: Sequence[TableIds] = (), dense: tuple[str, ...] = ()
+        self,
+        whole: Whole | None,
+        wanted: Sequence[TableIds] = (),
+        dense: tuple[str, ...] = (),
+        known: Sequence[KnownRows] = (),
+        is_aside: bool = False,
     ) -> tuple[int, PendingPull | None]:
         """Pushes, pulls, or both in one message to each shard.
 
@@ -167,6 +177,8 @@ class Session:
             whole: the push; None for none.
             wanted: ids of rows to pull; no table twice.
             dense: names of dense groups to pull.
+            known: of each of ``wanted`` what is known here; empty if nothing is kept.
+            is_aside: whether the next push does not name what is pulled.
 
         Returns:
             The number of the push, or -1, and the pull if something is to be pulled.
@@ -182,7 +194,7 @@ class Session:
                 number, self.next = self.next, self.next + 1
                 parts = dict.fromkeys(self.view.active, PushKind.UPDATE)
                 self._kept.add(number, self.view.epoch, whole, parts)
-            asked = self._ask(wanted, dense) if wanted or dense else None
+            asked = self._ask(wanted, dense, known, is_aside) if wanted or dense else None
             if full is not None and asked is None:
                 self._errors[number] = full
             elif full is not None and asked is not None:
@@ -201,10 +213,17 @@ class Session:
 
         return self._room.refusal(self.number, self.next, whole.tables, parted)
 
-    def _ask(self, wanted: Sequence[TableIds], dense: tuple[str, ...]) -> PendingPull:
+    def _ask(
+        self,
+        wanted: Sequence[TableIds],
+        dense: tuple[str, ...],
+        known: Sequence[KnownRows],
+        is_aside: bool,
+    ) -> PendingPull:
         self.pulls += 1
         step = self.next if self.number >= 0 and not self._finishing else AT_ONCE
-        asked = self._asked[self.pulls] = PendingPull(self.pulls, wanted, dense, step)
+        asked = PendingPull(self.pulls, wanted, dense, step, known, is_aside)
+        self._asked[self.pulls] = asked
         self._split(asked)
         return asked
 
@@ -221,9 +240,14 @@ class Session:
             self._asked.pop(asked.number, None)
             if asked.error is not None:
                 self._raise(asked.error)
-            for parted in asked.splits:
+            for parted in () if asked.is_aside else asked.splits:
                 self._last_pull[parted.rows.tables] = (parted, asked.number)
-        return self._joined(asked)
+        return answers.joined(asked, self._specs)
+
+    def drop(self, asked: PendingPull) -> None:
+        """Nobody will wait for the answer to a pull."""
+        with self._acting():
+            self._asked.pop(asked.number, None)
 
     def wait_until_safe(self, number: int, timeout: float | None) -> None:
         """Waits until a push is safe at all shards."""
@@ -240,25 +264,6 @@ class Session:
             whole: Whole | None = self._kept.whole(number)
             for each in whole.dense.values() if whole is not None else ():
                 each.keep()
-
-    def _joined(self, asked: PendingPull) -> Answer:
-        answers = asked.answers
-        rows = [
-            splitting.joined_rows(
-                self._specs[parted.rows.tables[0]],
-                parted,
-                {shard: each.tables[place] for shard, each in answers.items()},
-            )
-            for place, parted in enumerate(asked.splits)
-        ]
-        dense: dict[str, list[Tensor] | None] = {}
-        for name in asked.dense:
-            values = {shard: each.dense[name] for shard, each in answers.items()}
-            found = {shard: each for shard, each in values.items() if each is not None}
-            whole = len(found) == len(values)
-            spec = self._specs[name]
-            dense[name] = splitting.joined_values(spec, asked.slots, found) if whole else None
-        return Answer(rows, dense, min((each.low for each in answers.values()), default=0))
 
     def _await(self, done: Callable[[], bool], timeout: float | None) -> None:
         with self._condition:
@@ -339,7 +344,12 @@ class Session:
     def _question(self, asked: PendingPull, shard: int) -> messages.Ask:
         tables = tuple([parted.parts[shard][1] for parted in asked.splits])
         name = self.worker.info.name
-        return messages.Ask(self.number, name, asked.number, tables, asked.dense)
+        trainer = -1 if asked.is_aside else self.number
+        known = tuple([
+            each.at(shard, parted.parts[shard][0])
+            for each, parted in zip(asked.known, asked.splits, strict=False)
+        ])  # fmt: skip
+        return messages.Ask(trainer, name, asked.number, tables, asked.dense, known)
 
     def _load(self, whole: Whole, view: View, shard: int, head: Server) -> messages.Load | None:
         if whole.kind is not PushKind.UPDATE or shard in whole.refused_by:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.client.cache import RowCache
+from tensorwire.parameter_server.client.exchange import KnownRows
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.kernels.arrays import Floats
 from tensorwire.parameter_server.messaging.messages import TableIds
@@ -24,15 +25,25 @@ class StepRows:
         step: pushes that the trainer has made when it uses the rows.
         dim: columns of a row.
         caches: what is kept at the trainer of each table; none if nothing is.
+        known: what is known of rows that are kept for batches ahead; None if none are.
 
     Attributes:
         missing: the ids whose rows must be pulled.
+        known: as given.
     """
 
-    def __init__(self, ids: TableIds, step: int, dim: int, caches: Sequence[RowCache] = ()) -> None:
+    def __init__(
+        self,
+        ids: TableIds,
+        step: int,
+        dim: int,
+        caches: Sequence[RowCache] = (),
+        known: KnownRows | None = None,
+    ) -> None:
         self.ids = ids
         self.step = step
         self.missing = ids
+        self.known = known
         self._caches = caches
         self._get: Callable[[], Tensor] | None = None
         self._rows: Tensor | None = None

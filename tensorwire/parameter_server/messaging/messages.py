@@ -36,6 +36,34 @@ class TableIds:
     ids: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """Up to which change of a shard a trainer knows rows that it keeps.
+
+    Args:
+        life: of the shard's count of changes; 0 if it was never told.
+        numbers: int64, of each id; or one for all of them. Negative: it does not keep the row.
+    """
+
+    life: int
+    numbers: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changed:
+    """The rows in an answer to somebody who keeps rows: those that may be others than he knows.
+
+    Args:
+        life: of the shard's count of changes.
+        number: up to this change all ids that were asked for are known now.
+        which: bits in bytes, a bit for each id that was asked for: its row is in the answer.
+    """
+
+    life: int
+    number: int
+    which: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class TablePush:
     """Gradients of some rows.
@@ -91,6 +119,7 @@ class Ask:
         number: of the pull, at this trainer.
         tables: ids of rows; no table twice.
         dense: names of dense groups.
+        known: of each of ``tables`` what the asker knows; empty if it keeps no rows.
     """
 
     trainer: int
@@ -98,6 +127,7 @@ class Ask:
     number: int
     tables: tuple[TableIds, ...] = ()
     dense: tuple[str, ...] = ()
+    known: tuple[Known, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +168,7 @@ class Rows:
         safe: pushes of the asker that are safe.
         low: pushes of the slowest trainer.
         room: bytes that the server had left for rows when a push came last; -1 if none did.
+        changed: of each of ``tables`` which rows are there; empty if all that were asked for.
     """
 
     tables: tuple[Packed, ...]
@@ -145,6 +176,7 @@ class Rows:
     safe: int
     low: int
     room: int = -1
+    changed: tuple[Changed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

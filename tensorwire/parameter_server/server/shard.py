@@ -142,7 +142,7 @@ class ShardServer:
         safe = self.replica.safe_count(asked.ask.trainer)
         try:
             with self._timed("pulls"), self.lane.state_lock:
-                tables, dense = self.state.read(asked.ask, effect.time)
+                tables, dense, changed = self.state.read(asked.ask, effect.time)
         except rpc.RpcError as error:  # the trainer that asked is gone
             _logger.info("shard %d has nobody to answer a pull to: %s", self.replica.shard, error)
             asked.call.answer(Unread(str(error), safe))
@@ -155,7 +155,7 @@ class ShardServer:
             asked.call.answer(Unread(f"{type(error).__name__}: {error}", safe))
             return
         self.pulled += 1
-        asked.call.answer(Rows(tables, dense, safe, effect.low, self.room))
+        asked.call.answer(Rows(tables, dense, safe, effect.low, self.room, changed))
 
     def _respond(self, call: Any, answer: Any) -> None:
         if isinstance(call, Call):

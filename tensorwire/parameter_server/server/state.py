@@ -27,8 +27,10 @@ from tensorwire.parameter_server.declarations.wire import Float32, Packed
 from tensorwire.parameter_server.kernels.copying import joined
 from tensorwire.parameter_server.messaging.messages import (
     Ask,
+    Changed,
     DensePush,
     FirstRows,
+    Known,
     Load,
     TableIds,
     TablePush,
@@ -49,6 +51,7 @@ from tensorwire.parameter_server.snapshots.kept import spec_of
 from tensorwire.parameter_server.snapshots.published import saved_at
 from tensorwire.parameter_server.storage import tables as many
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
+from tensorwire.parameter_server.storage.last_changes import Numbering
 from tensorwire.parameter_server.storage.table import Rows, Table
 from tensorwire.parameter_server.storage.tables import ManyParts, ManyPlaces
 
@@ -104,6 +107,7 @@ class ShardState:
         self._device = device
         self._memos: dict[int, deque[Memo]] = {}
         self._time = 0
+        self._numbering: Numbering | None = None
 
     @property
     def bytes(self) -> int:
@@ -135,6 +139,8 @@ class ShardState:
     def _apply(self, update: Apply) -> None:
         self.updates += 1
         self._time = max(self._time, update.time)
+        if self._numbering is not None:
+            self._numbering.number += 1
         loads: list[tuple[Push, Load]] = [(push, push.load) for push in update.pushes]
         share = float(len(loads)) if self._mean and len(loads) > 1 else None
         for names, pushes in _together(loads).items():
@@ -180,7 +186,7 @@ class ShardState:
         declared, self.declared = {**self.declared, **order.declared}, {}
         self.tables, self.dense = {}, {}
         self.chain, self._version = "", -1
-        self._memos.clear()
+        self._end_numbering()
         for name, text in declared.items():
             self._declare(name, text)
         if order.folder and not order.awaited:
@@ -203,6 +209,8 @@ class ShardState:
         spec = spec_of(name, text)
         if isinstance(spec, TableSpec):
             kept = self.tables.get(name)
+            if kept is not None:
+                self._end_numbering()
             self.tables[name] = (
                 Table(spec, self._kernels, self._device)
                 if kept is None
@@ -225,6 +233,8 @@ class ShardState:
         if isinstance(values, FirstRows):
             table, ids = self.tables[values.table], values.ids.numpy()
             own = table.in_slots(ids, self._own())
+            if self._numbering is not None:
+                self._numbering.number += 1
             table.fill_new(ids[own], values.rows.numpy()[own])
             return
         group = self.dense.get(values.name)
@@ -338,7 +348,7 @@ class ShardState:
         """Sets rows and pieces aside for those who keep them from now on."""
         new = np.asarray(slots)
         self.slots = slots
-        self._memos.clear()
+        self._end_numbering()
         tables = {name: self._leave(table, new, targets) for name, table in self.tables.items()}
         dense = {name: group.leave(slots) for name, group in self.dense.items()}
         for target in targets:
@@ -366,7 +376,7 @@ class ShardState:
         return left
 
     def _import(self, moved: Moved) -> None:
-        self._memos.clear()
+        self._end_numbering()
         if moved.chain and not self.chain:
             self._note_changes_for(moved.chain)
         for name, rows in moved.tables.items():
@@ -392,13 +402,28 @@ class ShardState:
 
     # --- pulls
 
-    def read(self, ask: Ask, time: int) -> tuple[tuple[Packed, ...], dict[str, Any]]:
-        """Reads what a pull asks for: rows of tables, and elements by dense group."""
+    def read(
+        self, ask: Ask, time: int
+    ) -> tuple[tuple[Packed, ...], dict[str, Any], tuple[Changed, ...]]:
+        """Reads what a pull asks for.
+
+        Returns:
+            Rows of tables; elements by dense group; and which rows are there, if the asker keeps
+            rows.
+        """
         memo = Memo(ask.number)
-        tables = tuple([self._read_rows(rows, ask.worker, time, memo) for rows in ask.tables])
+        changed: tuple[Changed, ...] = ()
+        if ask.known:
+            found = [
+                self._read_changed(rows, known, ask.worker, time, memo)
+                for rows, known in zip(ask.tables, ask.known, strict=True)
+            ]
+            tables, changed = tuple([p for p, _ in found]), tuple([c for _, c in found])
+        else:
+            tables = tuple([self._read_rows(rows, ask.worker, time, memo) for rows in ask.tables])
         if ask.tables and ask.trainer >= 0:
             self._memos.setdefault(ask.trainer, deque(maxlen=_MEMOS)).append(memo)
-        return tables, {name: self._read_dense(ask.worker, name) for name in ask.dense}
+        return tables, {name: self._read_dense(ask.worker, name) for name in ask.dense}, changed
 
     def _read_rows(self, rows: TableIds, to: str, time: int, memo: Memo) -> Packed:
         tables = [self.tables[name] for name in rows.tables]
@@ -409,6 +434,34 @@ class ShardState:
             self._kernels, tables, rows.sizes, rows.ids.numpy(), out.numpy(), time
         )
         return (out,) if exact else kind.pack(out)
+
+    def _read_changed(
+        self, rows: TableIds, known: Known, to: str, time: int, memo: Memo
+    ) -> tuple[Packed, Changed]:
+        """The rows that may be others than the asker knows."""
+        if self._numbering is None:
+            self._numbering = Numbering()
+        numbering = self._numbering
+        tables, ids = [self.tables[name] for name in rows.tables], rows.ids.numpy()
+        places = many.find(self._kernels, tables, rows.sizes, ids, time)
+        memo.places[rows.tables] = places
+        numbers = known.numbers.numpy() if known.life == numbering.life else np.array([-1])
+        every = np.broadcast_to(numbers, ids.shape)
+        which, sizes = many.changed(tables, rows.sizes, places.rows, every, numbering)
+        kind, shape = tables[0].spec.wire.pull, (sum(sizes), tables[0].spec.dim)
+        exact = isinstance(kind, Float32)
+        out = self._buffers(to, shape, torch.float32) if exact else torch.empty(shape)
+        many.read(self._kernels, tables, sizes, places.rows[which], ids[which], out.numpy())
+        bits = torch.from_numpy(np.packbits(which))
+        changed = Changed(numbering.life, numbering.number, bits)
+        return ((out,) if exact else kind.pack(out)), changed
+
+    def _end_numbering(self) -> None:
+        """Rows were not only updated: places and changes that were noted say nothing any more."""
+        self._memos.clear()
+        self._numbering = None
+        for table in self.tables.values():
+            table.last_changes = None
 
     def _read_dense(self, to: str, name: str) -> dict[torch.dtype, Tensor] | None:
         group = self.dense[name]

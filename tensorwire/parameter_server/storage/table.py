@@ -24,6 +24,7 @@ from tensorwire.parameter_server.rows.memory import Column
 from tensorwire.parameter_server.storage.candidates import Candidates
 from tensorwire.parameter_server.storage.changes import Changes, Gone
 from tensorwire.parameter_server.storage.frozen import Frozen
+from tensorwire.parameter_server.storage.last_changes import LastChanges, Numbering
 from tensorwire.parameter_server.storage.row_store import HostRows, store_for
 
 _SWEEPS: Final = 8
@@ -92,6 +93,7 @@ class Table:
             leaves: such tables ``storage.tables`` reads and moves together. Else None.
         row_bytes: the bytes that one more row takes, with its place in the index.
         changes: what has changed since a version was published; None if none ever was.
+        last_changes: when each row has changed, once a trainer that keeps rows asks; else None.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Table:
         self.swept = 0
         self._frozen: list[Frozen] = []
         self.changes: Changes | None = None
+        self.last_changes: LastChanges | None = None
         has_all = spec.admit is None and spec.evict is None
         self.plain = self.store if has_all and isinstance(self.store, HostRows) else None
         self._width = self.store.row_bytes + 8 + (8 if spec.evict else 0)
@@ -132,10 +135,14 @@ class Table:
 
     def pull(self, ids: Ints, out: Floats, time: int) -> Places:
         """Writes the row of each id into ``out``: as it is, or as it would begin."""
-        rows = self._find(ids, time)
+        rows = self.find(ids, time)
+        self.read(rows, ids, out)
+        return Places(rows, self.layout)
+
+    def read(self, rows: Ints, ids: Ints, out: Floats) -> None:
+        """Writes rows that were found into ``out``, or the initial values of ids without one."""
         self.store.read(rows, out)
         self.fill(rows, ids, out)
-        return Places(rows, self.layout)
 
     def fill(self, rows: Ints, ids: Ints, out: Floats) -> None:
         """Writes the initial values of ids that have no row.
@@ -149,7 +156,7 @@ class Table:
         if len(absent):
             self.spec.init.fill(out, absent, ids[absent])
 
-    def _find(self, ids: Ints, time: int) -> Ints:
+    def find(self, ids: Ints, time: int) -> Ints:
         """The row of each id; none for a row that is too old, although it is still there."""
         rows = self.index.find(ids)
         if self._touched is not None:
@@ -162,6 +169,21 @@ class Table:
         assert self.spec.evict is not None
         touched = self._touched.rows[np.maximum(rows, 0), 0]
         return (rows >= 0) & (time - touched >= self.spec.evict.steps)
+
+    def changed(self, rows: Ints, known: Ints, numbering: Numbering) -> Any:
+        """True for each id whose row may be another than its asker knows.
+
+        Args:
+            rows: the row of each id, negative where there is none.
+            known: up to which change the asker knows each; negative for not at all.
+            numbering: counts the changes.
+        """
+        if self.last_changes is None:
+            self.last_changes = LastChanges(numbering, len(self))
+        strange = known < 0
+        if self.spec.evict is not None:  # a row that is not there may have been
+            strange = strange | (rows < 0)
+        return strange | self.last_changes.since(rows, known)
 
     # --- changing
 
@@ -207,7 +229,7 @@ class Table:
     ) -> tuple[Ints, Floats, None]:
         """Leaves out ids that were not pushed often enough."""
         assert self._candidates is not None
-        rows = self._find(ids, time - 1)
+        rows = self.find(ids, time - 1)
         strange = np.flatnonzero(rows < 0)
         pushes = np.ones(len(strange), np.int64) if counts is None else counts[strange]
         enough = self._candidates.count(ids[strange], pushes, time)
@@ -255,6 +277,8 @@ class Table:
         self.store.write(rows, ids, values, self.steps)
         if self.changes is not None:
             self.changes.mark(rows)
+        if self.last_changes is not None:
+            self.last_changes.mark(rows)
         if self._touched is not None:
             self._touched.rows[rows, 0] = self.swept
 
@@ -322,10 +346,11 @@ class Table:
             self._candidates.forget(time - self.spec.evict.steps)
 
     def _own_columns(self) -> tuple[Column, ...]:
-        """The columns of the table itself: ids, when rows were touched, marks of changes."""
+        """The columns of the table itself: ids, ages, marks and numbers of changes."""
         ages = () if self._touched is None else (self._touched,)
         marks = () if self.changes is None else self.changes.columns().values()
-        return (self._ids, *ages, *marks)
+        last = () if self.last_changes is None else (self.last_changes.column,)
+        return (self._ids, *ages, *marks, *last)
 
     def remove(self, rows: Ints) -> None:
         """Removes rows, all different; the last ones take their numbers."""
@@ -423,13 +448,16 @@ class Table:
     @property
     def is_watched(self) -> bool:
         """True while somebody must know which rows change; see :meth:`note_changes`."""
-        return bool(self._frozen) or self.changes is not None
+        is_noted = self.changes is not None or self.last_changes is not None
+        return is_noted or bool(self._frozen)
 
     def note_changes(self, rows: Ints) -> None:
         """Saves and marks rows that are about to change, for those who must know."""
         self.save_before(rows)
         if self.changes is not None:
             self.changes.mark(rows)
+        if self.last_changes is not None:
+            self.last_changes.mark(rows)
 
     def save_before(self, rows: Ints) -> None:
         """Saves rows that are about to change for those who must know how they were."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from tensorwire.parameter_server.declarations.rules import Kernel, Touched, kern
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints, Slots
 from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.storage import updates
+from tensorwire.parameter_server.storage.last_changes import Numbering
 from tensorwire.parameter_server.storage.row_store import HostRows
 from tensorwire.parameter_server.storage.table import Part, Places, Table
 
@@ -82,23 +84,82 @@ def pull(
         for begin, end, table in zip(ends, ends[1:], tables, strict=False):
             rows[begin:end] = table.pull(ids[begin:end], out[begin:end], time).rows
         return ManyPlaces(rows, layouts)
-    _read(k, tables, plain, np.array(ends[1:]), ids, rows, out)
+    counts = np.array(ends[1:])
+    _find(k, tables, counts, ids, rows)
+    _gather(k, plain, counts, rows, out)
+    _fill(tables, ends, rows, ids, out)
+    return ManyPlaces(rows, layouts)
+
+
+def find(
+    k: ModuleType, tables: Sequence[Table], sizes: Sequence[int], ids: Ints, time: int
+) -> ManyPlaces:
+    """The row of each id; arguments as of :func:`pull`."""
+    ends = [0, *accumulate(sizes)]
+    rows = np.empty(len(ids), np.int64)
+    if k.UPDATES is None or any(table.plain is None for table in tables):
+        for begin, end, table in zip(ends, ends[1:], tables, strict=False):
+            rows[begin:end] = table.find(ids[begin:end], time)
+    else:
+        _find(k, tables, np.array(ends[1:]), ids, rows)
+    return ManyPlaces(rows, [table.layout for table in tables])
+
+
+def changed(
+    tables: Sequence[Table], sizes: Sequence[int], rows: Ints, known: Ints, numbering: Numbering
+) -> tuple[Any, list[int]]:
+    """Finds the ids whose row may be another than its asker knows.
+
+    Args:
+        tables: whose rows.
+        sizes: ids of each.
+        rows: the row of each id, negative where there is none.
+        known: up to which change the asker knows each.
+        numbering: counts the changes.
+
+    Returns:
+        True for each such id, and how many each table has.
+    """
+    ends = [0, *accumulate(sizes)]
+    parts = [
+        table.changed(rows[begin:end], known[begin:end], numbering)
+        for begin, end, table in zip(ends, ends[1:], tables, strict=False)
+    ]
+    return np.concatenate(parts), [int(np.count_nonzero(part)) for part in parts]
+
+
+def read(
+    k: ModuleType, tables: Sequence[Table], sizes: Sequence[int], rows: Ints, ids: Ints, out: Floats
+) -> None:
+    """Writes rows that were found into ``out``, or the initial values of ids without one."""
+    ends = [0, *accumulate(sizes)]
+    plain = [table.plain for table in tables if table.plain is not None]
+    if k.UPDATES is None or len(plain) < len(tables):
+        for begin, end, table in zip(ends, ends[1:], tables, strict=False):
+            table.read(rows[begin:end], ids[begin:end], out[begin:end])
+        return
+    _gather(k, plain, np.array(ends[1:]), rows, out)
+    _fill(tables, ends, rows, ids, out)
+
+
+def _find(k: ModuleType, tables: Sequence[Table], ends: Ints, ids: Ints, rows: Ints) -> None:
+    """Looks ids up."""
+    indexes = np.array([table.index.address for table in tables])
+    k.find_many(indexes, np.array([table.index.size for table in tables]), ids, ends, rows)
+
+
+def _gather(k: ModuleType, stores: Sequence[HostRows], ends: Ints, rows: Ints, out: Floats) -> None:
+    """Copies the rows that are there."""
+    columns = np.array([store.weight.address for store in stores])
+    divide(len(rows), out.nbytes, lambda a, b: k.gather_many(columns, rows, ends, a, b, out))
+
+
+def _fill(tables: Sequence[Table], ends: Sequence[int], rows: Ints, ids: Ints, out: Floats) -> None:
+    """Writes the initial values of ids that have no row."""
     absent = np.searchsorted(ends[1:], np.flatnonzero(rows < 0), "right")
     for place in np.unique(absent).tolist():
         begin, end = ends[place], ends[place + 1]
         tables[place].fill(rows[begin:end], ids[begin:end], out[begin:end])
-    return ManyPlaces(rows, layouts)
-
-
-def _read(
-    k: ModuleType, tables: Sequence[Table], stores: Sequence[HostRows],
-    ends: Ints, ids: Ints, rows: Ints, out: Floats,
-) -> None:  # fmt: skip
-    """Finds the rows of ids, and copies those that are there."""
-    indexes = np.array([table.index.address for table in tables])
-    k.find_many(indexes, np.array([table.index.size for table in tables]), ids, ends, rows)
-    columns = np.array([store.weight.address for store in stores])
-    divide(len(rows), out.nbytes, lambda a, b: k.gather_many(columns, rows, ends, a, b, out))
 
 
 def apply(

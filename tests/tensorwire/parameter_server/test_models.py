@@ -77,9 +77,10 @@ def remote(
     return Clicks(ps.Embedding(tables[0]), ps.EmbeddingBag(tables[1], "sum")), tables
 
 
-def prefetched_for(model: Clicks, given: Iterable[Batch]) -> Iterable[Batch]:
+def prefetched_for(model: Clicks, given: Iterable[Batch], ahead: int = 1) -> Iterable[Batch]:
     """The batches, prefetched for a model that is made of either."""
-    return ps.prefetch(given, model, ids=lambda batch: {"users": batch[0], "items": batch[1]})
+    ids = lambda batch: {"users": batch[0], "items": batch[1]}  # noqa: E731
+    return ps.prefetch(given, model, ids=ids, ahead=ahead)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -145,7 +146,8 @@ def test_a_model_on_servers_has_the_losses_and_weights_of_one_process(
 
 
 @both
-def test_prefetching_changes_no_bit_for_two_trainers_in_step(collected: bool) -> None:
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_prefetching_changes_no_bit_for_two_trainers_in_step(collected: bool, ahead: int) -> None:
     def go(trainer: int, prefetched: bool) -> Callable[[], list[Tensor]]:
         def run() -> list[Tensor]:
             cluster = ps.connect(server_names(2), trainers=2)
@@ -153,7 +155,7 @@ def test_prefetching_changes_no_bit_for_two_trainers_in_step(collected: bool) ->
             optimizer = ps.Optimizer(cluster, model, dense=torch.optim.Adam)
             given: Iterable[Batch] = batches(trainer)
             if prefetched:
-                given = prefetched_for(model, given)
+                given = prefetched_for(model, given, ahead)
             fit(model, optimizer, given)
             rows = [table.pull(torch.arange(IDS)) for table in tables]
             cluster.finish()
