@@ -64,7 +64,7 @@ _STATIC_PORT = 29500
 _THREADS = "OMP_NUM_THREADS"
 _IMPORTED = ("rpc", "autograd_dist", "optim_dist", "remote_module")
 _PARAMETER_SERVER = "tensorwire.parameter_server"
-_PREPARED = {_PARAMETER_SERVER: f"{_PARAMETER_SERVER}.server.loading:load_compiled_kernels"}
+_PREPARED = {_PARAMETER_SERVER: f"{_PARAMETER_SERVER}.server.loading:load_for_workers"}
 """Functions that the template calls, by the modules of servers that then begin sooner."""
 
 

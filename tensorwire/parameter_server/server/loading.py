@@ -47,10 +47,15 @@ def load_kernels() -> None:
     exercise(kernels())
 
 
-def load_compiled_kernels() -> None:
-    """The same, if that takes no longer: if they were compiled on this machine."""
+def load_for_workers() -> None:
+    """Loads what servers and trainers would each load for themselves, in what becomes or forks one.
+
+    That is the kernels, if they were compiled on this machine, and the modules that torch imports
+    when a process makes its first optimizer, which takes more than a second.
+    """
     if importlib.util.find_spec("numba") is not None and meanwhile.are_compiled():
         load_kernels()
+    importlib.import_module("torch._dynamo")
 
 
 def exercise(k: ModuleType) -> None:

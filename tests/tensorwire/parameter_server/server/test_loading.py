@@ -12,6 +12,25 @@ pytest.importorskip("numba")
 
 
 @pytest.mark.slow
+def test_a_process_that_loaded_for_workers_imports_little_for_its_first_optimizer() -> None:
+    program = """
+        import sys
+        import torch
+        from tensorwire.parameter_server.server.loading import load_for_workers
+
+        load_for_workers()
+        before = set(sys.modules)
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        torch.optim.Adam([parameter]).step()
+        new = set(sys.modules) - before
+        assert len(new) < 20, new  # of some 800
+        assert not torch.cuda.is_initialized()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+
+
+@pytest.mark.slow
 def test_a_server_that_loaded_its_kernels_loads_none_at_its_first_push() -> None:
     program = """
         import numpy as np
