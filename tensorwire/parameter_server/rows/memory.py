@@ -20,16 +20,17 @@ class Column:
     Args:
         dtype: of the numbers.
         width: how many there are in a row.
+        reserved: bytes of addresses that rows may take before they have to be copied elsewhere.
 
     Attributes:
         address: where the first one lies.
     """
 
-    def __init__(self, dtype: DTypeLike, width: int) -> None:
+    def __init__(self, dtype: DTypeLike, width: int, reserved: int = _RESERVED) -> None:
         self.dtype = np.dtype(dtype)
         self.width = width
         self._row_bytes = self.dtype.itemsize * width
-        self._memory = _reserve(_RESERVED)
+        self._memory = _reserve(reserved)
         self.rows: NDArray[Any] = self._view()
 
     def _view(self) -> NDArray[Any]:

@@ -25,6 +25,9 @@ RECENT: Final = "changed.recent"
 UNPUBLISHED: Final = "changed.unpublished"
 """The names under which marks travel with rows."""
 
+_RESERVED: Final = 1 << 35
+"""Bytes of addresses for marks: those of as many rows as a column of ids has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gone:
@@ -43,8 +46,8 @@ class Changes:
     """What has changed in one table. Not for several threads at a time."""
 
     def __init__(self) -> None:
-        self._recent = Column(np.uint8, 1)
-        self._unpublished = Column(np.uint8, 1)
+        self._recent = Column(np.uint8, 1, _RESERVED)
+        self._unpublished = Column(np.uint8, 1, _RESERVED)
         self._is_published = True
         self._gone_recently: list[Ints] = []
         self._gone: list[Ints] = []

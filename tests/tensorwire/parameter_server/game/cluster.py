@@ -21,6 +21,7 @@ from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.messaging.settings import settings_of
 from tests.tensorwire.parameter_server.game.plans import Broken, History, Plan, draw_plan
 from tests.tensorwire.parameter_server.game.processes import Process
+from tests.tensorwire.parameter_server.game.publisher import Publisher
 from tests.tensorwire.parameter_server.game.rules import Rules
 from tests.tensorwire.parameter_server.game.servers import ServerProcess
 from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
@@ -70,6 +71,7 @@ class Game:
         settings = settings_of(self.plan.consistency, names, self.plan.trainers)
         self.view = views.first(servers, self.plan.backups, settings)
         self.admin = Admin(self, "admin", 0)
+        self.publisher = Publisher(self)
         self.living[self.admin.life] = self.admin
         self.publish(self.server(names[0]), self.view)
         for k in range(self.plan.trainers):
@@ -283,7 +285,11 @@ class Game:
     def mishap(self) -> None:
         r = self.random
         healthy = [p for p in self.servers if self.is_healthy(p)]
-        kind = r.choice(["kill", "kill", "trainer", "snapshot", "resize", "restart", "stop"])
+        kind = r.choice(
+            ["kill", "kill", "trainer", "snapshot", "resize", "restart", "stop"]
+        )
+        if self.plan.publishes:
+            self.publisher.take()
         if kind == "kill" and self.budget["kill"] and len(healthy) > 0:
             self.budget["kill"] -= 1
             victim = r.choice(healthy)

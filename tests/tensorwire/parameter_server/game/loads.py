@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import Apply, Push
+from tensorwire.parameter_server.decisions.clock import Apply, Push, Reached
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency, Reduce
 from tensorwire.parameter_server.decisions.replica import Import
 from tensorwire.parameter_server.decisions.slots import slot_of
@@ -37,6 +37,7 @@ from tensorwire.parameter_server.server.parts import Copied, FrozenShard, Moved
 from tensorwire.parameter_server.server.state import ShardState
 from tensorwire.parameter_server.storage.table import Rows
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
+from tests.tensorwire.parameter_server.game.publisher import Part
 
 TABLE, DENSE = "items", "net"
 _RULE = SGD(lr=1.0)
@@ -92,6 +93,7 @@ class RealState:
         if isinstance(consistency, BSP):  # the mean over trainers would count none of them
             consistency = BSP(Reduce.SUM)
         self.state = ShardState(shard, consistency, torch_kernels, _memory)
+        self.versions: dict[int, dict[int, float]] = {}
 
     def run(self, what: Any, whole: Mapping[int, History] | None = None) -> None:
         """Does what a record says.
@@ -107,6 +109,12 @@ class RealState:
         elif isinstance(what, orders.Prime):
             what = replace(what, folder="")
         self.state.run(what)
+        if isinstance(what, Reached) and _is_version(what):
+            every = self.state.tables.get(TABLE)
+            frozen = every.freeze() if every is not None else None
+            self.versions[what.cut.change] = _values(frozen) if frozen is not None else {}
+            if frozen is not None:
+                frozen.thaw()
         if whole is not None:
             self._restore(whole)
 
@@ -150,17 +158,23 @@ class RealState:
     def check_frozen(self, change: int, rows: Mapping[int, History]) -> None:
         """Compares what a snapshot would write; nobody writes it any more."""
         frozen = self.state.frozen.pop(change)
+        assert isinstance(frozen, FrozenShard)
         self._compare(frozen, rows)
         self.state.thaw(frozen)
+
+    def version_part(self, change: int) -> Part | orders.Unmarked:
+        """What this shard would write of a version."""
+        frozen, every = self.state.frozen.pop(change), self.versions.pop(change)
+        if isinstance(frozen, orders.Unmarked):
+            return frozen
+        rows = _values(frozen.tables[TABLE]) if TABLE in frozen.tables else {}
+        self.state.thaw(frozen)
+        return Part(rows, every)
 
     def _compare(self, frozen: FrozenShard, rows: Mapping[int, History]) -> None:
         wanted = {each: -float(_count(history)) for each, history in rows.items() if history}
         if TABLE in frozen.tables:
-            found = {
-                each: value
-                for piece in _pieces(frozen.tables[TABLE])
-                for each, (value,) in zip(piece.ids.tolist(), piece.columns["weight"], strict=True)
-            }
+            found = _values(frozen.tables[TABLE])
             if found != {real_ids()[each]: value for each, value in wanted.items()}:
                 raise Broken(f"shard {self.state.shard} has rows {found}, not {wanted}")
         if DENSE in frozen.dense:
@@ -179,8 +193,21 @@ def _loaded(push: Push) -> Push:
     return replace(push, load=Load((table,), {DENSE: dense}))
 
 
+def _is_version(reached: Reached) -> bool:
+    action = reached.cut.action
+    return isinstance(action, orders.Freeze) and action.version is not None
+
+
 def _count(history: History) -> int:
     return sum(len(step) for step in history)
+
+
+def _values(frozen: Any) -> dict[int, float]:
+    return {
+        each: float(value)
+        for piece in _pieces(frozen)
+        for each, (value,) in zip(piece.ids.tolist(), piece.columns["weight"], strict=True)
+    }
 
 
 def _pieces(frozen: Any) -> list[Rows]:

@@ -50,6 +50,8 @@ class Plan:
     """Pushes are, too: some arrive when their shard is no more."""
     naps: int
     """Members that stop for a while and wake with all their messages, timers and calls."""
+    publishes: bool
+    """Versions are published beside whatever else happens."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -75,4 +77,5 @@ def draw_plan(seed: int) -> Plan:
         slow_rows=r.random() < 0.5,
         slow_pushes=r.random() < 0.2,
         naps=r.choice([0, 1, 2, 4]),
+        publishes=r.random() < 0.7,
     )

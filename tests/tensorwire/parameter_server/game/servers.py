@@ -357,10 +357,7 @@ class ServerProcess(Process):
         if replica is None:
             self.reply(call, NotHead())
         elif isinstance(order, orders.Write):
-            frozen = self.states[shard].frozen.pop(order.change, None)
-            if frozen is not None:
-                self.states[shard].real.check_frozen(order.change, frozen)
-            self.reply(call, "none" if frozen is None else (shard, frozen))
+            self.reply(call, self.written(shard, order.change))
         else:
             self.carry_out(shard, replica.ordered(order, call))
 
@@ -473,6 +470,19 @@ class ServerProcess(Process):
         self.call(effect.heir, what, installed)
 
     # --- the state
+
+    def written(self, shard: int, change: int) -> Any:
+        """The answer of who writes a shard as it was at a cut."""
+        state = self.states[shard]
+        frozen = state.frozen.pop(change, None)
+        if frozen is None:
+            return "none"
+        if change in state.real.versions:
+            part: Any = state.real.version_part(change)
+            is_known = not isinstance(part, orders.Unmarked)
+            return orders.Written(shard, {"part": part}) if is_known else part
+        state.real.check_frozen(change, frozen)
+        return shard, frozen
 
     def run(self, shard: int, what: Any) -> None:
         state = self.states[shard]
