@@ -61,11 +61,13 @@ class Moved:
         tables: by name.
         dense: by name.
         chain: the chain of versions for which changes are noted; empty for none.
+        version: the cut at which its last version was taken.
     """
 
     tables: Mapping[str, MovedTable]
     dense: Mapping[str, MovedDense]
     chain: str = ""
+    version: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,7 +359,7 @@ class ShardState:
                 text = self.declared[name]
                 pieces[name] = MovedDense(text, own, group.steps, group.is_loaded)
             moved = {name: parts[target] for name, parts in tables.items()}
-            self.exports[target, epoch] = Moved(moved, pieces, self.chain)
+            self.exports[target, epoch] = Moved(moved, pieces, self.chain, self._version)
 
     def _leave(self, table: Table, slots: Any, targets: Sequence[int]) -> dict[int, MovedTable]:
         left, going = {}, []
@@ -379,6 +379,7 @@ class ShardState:
         self._end_numbering()
         if moved.chain and not self.chain:
             self._note_changes_for(moved.chain)
+            self._version = moved.version
         for name, rows in moved.tables.items():
             self.enter(name, rows)
         for name, pieces in moved.dense.items():

@@ -285,9 +285,7 @@ class Game:
     def mishap(self) -> None:
         r = self.random
         healthy = [p for p in self.servers if self.is_healthy(p)]
-        kind = r.choice(
-            ["kill", "kill", "trainer", "snapshot", "resize", "restart", "stop"]
-        )
+        kind = r.choice(["kill", "kill", "trainer", "snapshot", "resize", "restart", "stop"])
         if self.plan.publishes:
             self.publisher.take()
         if kind == "kill" and self.budget["kill"] and len(healthy) > 0:
