@@ -21,6 +21,7 @@ from torch import Tensor
 
 import rpc
 from tensorwire import parameter_server as ps
+from tensorwire.checkpoint.chain import Chain
 from tensorwire.parameter_server.server.host import host
 from tensorwire.parameter_server.server.loading import load_kernels
 from tests import waiting
@@ -278,6 +279,57 @@ def _kill_while_counting(group: Processes, seed: int, *sizes: int) -> None:
     assert observer.do(_counts, name, consistency).unique().tolist() == [200.0]
 
 
+# --- versions that are published
+
+
+def _publish(name: str, folder: str, pushes: int) -> None:
+    """Pushes the same to all rows, and publishes each step; waits for the last version."""
+    cluster = _connect(name, 1, 1, ps.BSP())
+    table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+    publishing = cluster.publish(folder, ps.Steps(1), base_every=3)
+    for _ in range(pushes):
+        table.push(torch.arange(1000), -torch.ones(1000, 2))
+    while True:
+        publishing.take()
+        try:
+            publishing.wait()
+        except ps.SnapshotError:  # a head was lost that knew the rows; the next one has them
+            continue
+        break
+    cluster.finish()
+
+
+def _published(folder: Path) -> list[int]:
+    """Numbers of the versions in a folder."""
+    return [each.number for each in Chain.open(folder).versions()] if folder.exists() else []
+
+
+def _require_one_step(folder: Path) -> float:
+    """Checks that all rows of the last version are of one step; returns which."""
+    ids, rows = ps.read(folder, "counts")
+    assert len(ids) == 1000
+    (value,) = rows.unique().tolist()
+    return float(value)
+
+
+def _kill_who_publishes(group: Processes, folder: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    name = group.new_cluster()
+    group.begin("trainer0", _publish, name, str(folder), 1_000_000)
+    moment = dice.randrange(2, 6)
+    waiting.until(lambda: max(_published(folder), default=0) >= moment, _SECONDS)
+    time.sleep(dice.uniform(0, 0.05))  # no synchronisation: the moment is to be any
+    group.kill("trainer0")
+    last, before = max(_published(folder)), _require_one_step(folder)
+    group.start("trainer0")
+    group.begin("trainer0", _publish, name, str(folder), 5)
+    if dice.random() < 0.5:
+        group.kill(dice.choice(["ps0", "ps1"]))
+    group.result("trainer0")
+    assert max(_published(folder)) > last
+    assert _require_one_step(folder) >= before + 5
+
+
 # --- servers that come and go
 
 _COUNTERS = ("trainer0", "trainer1", "trainer2", "trainer3")
@@ -411,6 +463,14 @@ def test_snapshots_are_whole_or_not_there_when_a_writer_is_killed(
 ) -> None:
     with groups.one() as group:
         _kill_a_writer(group, tmp_path, kill_seed)
+
+
+@pytest.mark.kills(30, usual=1)
+def test_versions_are_whole_or_not_there_when_who_publishes_is_killed(
+    groups: Groups, tmp_path: Path, kill_seed: int
+) -> None:
+    with groups.one() as group:
+        _kill_who_publishes(group, tmp_path / "chain", kill_seed)
 
 
 @pytest.mark.kills
