@@ -1,6 +1,6 @@
 """Compares ways to train what a server keeps.
 
-    python -m benchmarks.parameter_server [tables dense backups rows memory steps] [--quick]
+    python -m benchmarks.parameter_server [tables dense backups ... as below] [--quick]
     python -m benchmarks.parameter_server --tables 26 [--batch 2048] [--most 1] [--servers 1]
 
 ``tables``: each step looks up a batch of ids, Zipf distributed, takes a gradient for each of them
@@ -33,6 +33,7 @@ and TorchRec's fused collection in one process, where that is installed or ``--t
 ``backups``: ``ours, ahead`` on two servers, and where each is the other's backup besides.
 ``rows``: ``ours, ahead`` with as many rows, and with ten times as many.
 ``memory``: fills a table of 20 million rows of 16, and tells the server's memory.
+``published``: fills it, publishes a base, changes one row in 100, and publishes a delta.
 ``steps``: does 100 000 small steps, and tells the memory of both on the way.
 
 All programs are alive at the same time; the measurement goes round them, and those whose turn it
@@ -53,11 +54,11 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from benchmarks.parameter_server import by_hand, many, memory, ours
+from benchmarks.parameter_server import by_hand, many, memory, ours, published
 from benchmarks.parameter_server.case import BATCHES, Case, Program
 from benchmarks.stepping import SteppingGroup
 
-_KINDS = ("tables", "dense", "backups", "rows", "memory", "steps")
+_KINDS = ("tables", "dense", "backups", "rows", "memory", "steps", "published")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,13 @@ def _steps(options: argparse.Namespace, case: Case) -> str:
     return memory.many_steps(small, options.many_steps)
 
 
-_SECTIONS = dict(zip(_KINDS, (_tables, _dense, _backups, _rows, _memory, _steps), strict=True))
+def _published(options: argparse.Namespace, case: Case) -> str:
+    return published.published_rows(replace(case, rows=options.many_rows, dim=16, threads=1))
+
+
+_SECTIONS = dict(
+    zip(_KINDS, (_tables, _dense, _backups, _rows, _memory, _steps, _published), strict=True)
+)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

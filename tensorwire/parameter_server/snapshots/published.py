@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from tensorwire.checkpoint import Checkpoint
-from tensorwire.checkpoint.chain import ABOUT, Chain, read_version, version_folders
+from tensorwire.checkpoint.chain import ABOUT, Chain, Version, read_version, version_folders
 from tensorwire.parameter_server.errors import SnapshotError
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.rows.index import Index
@@ -60,13 +60,21 @@ def saved_at(folder: str | os.PathLike[str]) -> Restored:
         CheckpointError: nothing is there, it is damaged, or of something else.
     """
     path = Path(folder).absolute()
-    if (path / ABOUT).exists():
-        way = Chain.open(path.parent).route(to=read_version(path))
-    else:
-        way = Chain.open(path).route() if path.is_dir() and version_folders(path) else ()
+    way = _way(path)
     if not way:
         return Restored.open(path)
     return Replayed([content_of(each.folder, each.about) for each in way])
+
+
+def _way(path: Path) -> tuple[Version, ...]:
+    """The versions that lead to one, or to the last of a chain; none if neither is there."""
+    try:
+        is_version, is_folder = (path / ABOUT).exists(), path.is_dir()
+    except (OSError, ValueError):  # no name of a file can be like that
+        return ()
+    if is_version:
+        return Chain.open(path.parent).route(to=read_version(path))
+    return Chain.open(path).route() if is_folder and version_folders(path) else ()
 
 
 def content_of(folder: Path, about: Mapping[str, Any]) -> Restored:

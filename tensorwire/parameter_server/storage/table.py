@@ -126,10 +126,11 @@ class Table:
 
     @property
     def bytes(self) -> int:
-        """The bytes that rows, state and index take."""
+        """The bytes that rows, state, index and marks of changes take."""
         rows = self._width * len(self)
         waiting = self._candidates.bytes if self._candidates else 0
-        return rows + self.index.bytes + waiting
+        marks = 2 * len(self) if self.changes is not None else 0
+        return rows + self.index.bytes + waiting + marks
 
     # --- reading
 

@@ -19,6 +19,7 @@ from tensorwire.checkpoint.chain import Chain, Kind
 from tensorwire.parameter_server.client import publishing
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.reading import read_dense
+from tests.tensorwire.checkpoint.folders import flip
 from tests.tensorwire.parameter_server.clusters import train
 
 _IDS = torch.arange(30)
@@ -144,31 +145,65 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_a_cluster_goes_back_to_the_last_delta_and_publishes_a_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_cluster_goes_back_to_the_last_whole_delta_and_publishes_a_base(
+    tmp_path: Path, is_damaged: bool
+) -> None:
     hub = MemoryHub()
     with local_group("ps0", "ps1", "trainer", hub=hub) as agents, as_worker(agents[-1]):
         cluster = ps.connect(["ps0", "ps1"])
         items = _items(cluster)
         published = cluster.publish(tmp_path, ps.Steps(1), state=True)
+        rows, versions = [], []
         for step in range(1, 6):
             _push(items, step)
             published.wait()
-        last = published.version
-        assert last is not None
-        assert (last.kind, last.step) == (Kind.DELTA, 5)
-        before = items.pull(_IDS)
+            rows.append(items.pull(_IDS))
+            versions.append(published.version)
         published.stop()
+        if is_damaged:
+            flip(next(versions[-1].folder.glob("*.safetensors")), -1)
         _push(items, 6)
         hub.cut(agents[0].info.id)
         with pytest.raises(ps.RolledBack) as told:
             _push_on(items)
-        assert (told.value.step, told.value.snapshot) == (5, str(last.folder))
-        assert torch.equal(items.pull(_IDS), before)
+        last = versions[-2 if is_damaged else -1]
+        assert last.kind is Kind.DELTA
+        assert (told.value.step, told.value.snapshot) == (last.step, str(last.folder))
+        assert torch.equal(items.pull(_IDS), rows[last.step - 1])
         again = cluster.publish(tmp_path, ps.Steps(1000), state=True)
         again.wait()
         assert again.version is not None
-        assert (again.version.kind, again.version.step) == (Kind.BASE, 5)
-        assert again.version.number > last.number
+        assert (again.version.kind, again.version.step) == (Kind.BASE, last.step)
+        assert again.version.number > versions[-1].number
+
+
+def test_a_table_that_is_declared_and_converted_begins_a_base(tmp_path: Path) -> None:
+    """Rows that were kept as a snapshot had them are kept otherwise from then on."""
+
+    def first() -> None:
+        cluster = ps.connect(["ps0"])
+        _push(_items(cluster), 1)
+        _push(_items(cluster), 2)
+        cluster.snapshot(tmp_path / "begun").wait()
+
+    def second() -> None:
+        cluster = ps.connect(["ps0"], restore=tmp_path / "begun", strict=False)
+        other = cluster.table("other", 1, ps.SGD(lr=1.0))
+        published = cluster.publish(tmp_path / "chain", ps.Steps(1000), state=True)
+        published.wait()
+        other.push(_IDS[:3], torch.ones(3, 1))
+        published.take()
+        published.wait()
+        half = {"precision": ps.Precision.BFLOAT16, "admit": ps.MinCount(2)}
+        cluster.table("items", 4, ps.Adagrad(lr=1.0), evict=ps.UnusedFor(6), **half)
+        published.take()
+        published.wait()
+
+    train([first])
+    train([second])
+    assert _kinds(tmp_path / "chain") == [Kind.BASE, Kind.DELTA, Kind.BASE]
+    assert ps.read(tmp_path / "chain", "items")[1].dtype == torch.bfloat16
 
 
 def test_training_goes_on_from_a_delta_on_other_servers_as_if_nothing_were(tmp_path: Path) -> None:
