@@ -11,7 +11,6 @@ import asyncio
 import contextvars
 import logging
 import sys
-import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -23,12 +22,11 @@ from torch.autograd import profiler
 
 from rpc.calls import packing
 from rpc.calls.extension_set import Scopes, leave, require_future
+from rpc.calls.handler_errors import print_traceback, tell_in_a_line, why_given_up
 from rpc.errors import (
     AgentClosedError,
     CallCancelledError,
     RemoteError,
-    RpcError,
-    RpcTimeoutError,
     UnknownWorkerError,
     WorkerLostError,
 )
@@ -64,7 +62,6 @@ from rpc.wire.simple_values import (
     encode_simple,
 )
 from rpc.wire.tensor_table import pack_tensors, pack_tied_tensors
-from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc.calls.callee import Callee, Outcome
@@ -514,9 +511,9 @@ class Service:
         if self._ended_by_shutdown(error):
             pass
         elif self._creates is not None:
-            _print_traceback(error, self._callee.shared.me)
+            print_traceback(error, self._callee.shared.me)
         else:
-            _tell_in_a_line(error, self._callee.shared.me, text_of(self.name), self.sender)
+            tell_in_a_line(error, self._callee.shared.me, text_of(self.name), self.sender)
         if self._creates is not None or self.number:
             keep(error)
         if self._creates is not None:
@@ -532,22 +529,13 @@ class Service:
 
     def give_up(self) -> None:
         """Ends a request that nobody waits for any more, and of which nothing runs."""
-        error = self._why_given_up()
+        error = why_given_up(text_of(self.name), self.request.timeout, self.cancelled)
         if self._creates is not None:
             self._callee.shared.references.creations.raised(self._creates, error)
         if self.number:
             self._callee.ended_once(self, None, error)
         else:
             self._reply_error(error)
-
-    def _why_given_up(self) -> RpcError:
-        """The error that the caller raises if it hears of this before it gives up itself."""
-        if self.cancelled:
-            return CallCancelledError(f"{text_of(self.name)} was cancelled by its caller")
-        limit = f"{self.request.timeout * 1000:g}"
-        return RpcTimeoutError(
-            f"RPC ran for more than set timeout ({limit} ms) and did not start before it was over"
-        )
 
     def _ended_by_shutdown(self, error: BaseException) -> bool:
         """True if it says only that this worker closes: the caller is to learn that as a loss."""
@@ -604,22 +592,3 @@ class Service:
             self._callee.leaving(self)
         self._callee.shared.transport.send(self.sender, frame)
         self._callee.finished(self)
-
-
-def _tell_in_a_line(error: BaseException, worker: WorkerInfo, function: str, caller: int) -> None:
-    """Never raises, whatever the error and the log's handlers are: the caller waits for a reply."""
-    with suppress(BaseException):
-        _logger.info(
-            "on %r, %s raised %s; worker %d, which called it, has the traceback",
-            worker.name, function, repr_of(error), caller,
-        )  # fmt: skip
-
-
-def _print_traceback(error: BaseException, worker: WorkerInfo) -> None:
-    """Never raises, whatever ``sys.stderr`` is: the caller waits for a reply."""
-    try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        sys.stderr.write(f"On {worker}:\n{''.join(lines)}")  # at once: others write there too
-    except BaseException:
-        with suppress(BaseException):  # where the log goes may be as broken
-            _logger.error("sys.stderr does not take this traceback", exc_info=error)

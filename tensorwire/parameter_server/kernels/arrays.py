@@ -15,5 +15,7 @@ Floats: TypeAlias = NDArray[np.float32]
 """Rows of numbers."""
 Halves: TypeAlias = NDArray[np.uint16]
 """Rows of numbers of 16 bits, as their bits."""
+Bools: TypeAlias = NDArray[np.bool_]
+"""One truth for each id, row or slot."""
 Bytes: TypeAlias = NDArray[np.uint8]
 """Marks."""

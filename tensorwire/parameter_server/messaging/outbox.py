@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 
 class Outbox:
@@ -14,7 +13,7 @@ class Outbox:
         lock: may be taken again by the thread that holds it.
     """
 
-    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
         self._lock = lock
         self._depth = 0
         self._waiting: list[Callable[[], object]] = []

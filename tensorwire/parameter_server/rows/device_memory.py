@@ -40,7 +40,7 @@ class DeviceColumn:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def index(self, rows: Any) -> Tensor:
+    def index(self, rows: Ints) -> Tensor:
         """Numbers of rows, on the device."""
         return to_device(torch.as_tensor(rows), self.tensor.device)
 

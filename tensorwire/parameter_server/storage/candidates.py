@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-from tensorwire.parameter_server.kernels.arrays import Ints
+from tensorwire.parameter_server.kernels.arrays import Bools, Ints
 from tensorwire.parameter_server.rows.index import Index
 from tensorwire.parameter_server.rows.memory import Column
 
@@ -34,7 +33,7 @@ class Candidates:
         """The bytes that they take."""
         return self._index.bytes + 24 * len(self)
 
-    def count(self, ids: Ints, pushes: Ints, time: int) -> Any:
+    def count(self, ids: Ints, pushes: Ints, time: int) -> Bools:
         """Counts pushes; True for each id that now has enough, which is then forgotten here."""
         before = len(self)
         rows = self._index.upsert(ids)
@@ -44,7 +43,7 @@ class Candidates:
         self._rows.rows[rows, 0] = ids
         self._rows.rows[rows, 1] += pushes
         self._rows.rows[rows, 2] = time
-        enough = self._rows.rows[rows, 1] >= self.enough
+        enough: Bools = self._rows.rows[rows, 1] >= self.enough
         self._remove(rows[enough])
         return enough
 
@@ -77,7 +76,7 @@ class Candidates:
         self._rows.reserve(len(self))
         self._rows.rows[rows] = np.stack([ids, pushes, times], axis=1)
 
-    def take(self, slots: Any) -> tuple[Ints, Ints, Ints]:
+    def take(self, slots: Bools) -> tuple[Ints, Ints, Ints]:
         """Those whose slots are marked; they are no more here."""
         found = np.empty(len(self), np.int64)
         self._k.slots(self._rows.rows[: len(self), 0].copy(), found)

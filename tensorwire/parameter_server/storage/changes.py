@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.parameter_server.kernels.arrays import Bytes, Ints
+from tensorwire.parameter_server.kernels.arrays import Bools, Bytes, Ints
 from tensorwire.parameter_server.rows.memory import Column
 
 RECENT: Final = "changed.recent"
@@ -114,7 +114,7 @@ class Changes:
         self._gone_recently.append(gone.recent)
         self._gone.append(gone.unpublished)
 
-    def take_gone(self, is_leaving: Callable[[Ints], Any]) -> Gone:
+    def take_gone(self, is_leaving: Callable[[Ints], Bools]) -> Gone:
         """The evicted ids of slots that leave; they are no more here.
 
         Args:

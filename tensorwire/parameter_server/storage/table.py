@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import TableSpec
-from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Bools, Bytes, Floats, Ints, Slots
 from tensorwire.parameter_server.rows.index import Index
 from tensorwire.parameter_server.rows.memory import Column
 from tensorwire.parameter_server.storage.candidates import Candidates
@@ -165,11 +165,12 @@ class Table:
             rows[old] = -1
         return rows
 
-    def _is_old(self, rows: Ints, time: int) -> Any:
+    def _is_old(self, rows: Ints, time: int) -> Bools:
         assert self._touched is not None
         assert self.spec.evict is not None
         touched = self._touched.rows[np.maximum(rows, 0), 0]
-        return (rows >= 0) & (time - touched >= self.spec.evict.steps)
+        old: Bools = (rows >= 0) & (time - touched >= self.spec.evict.steps)
+        return old
 
     def changed(self, rows: Ints, known: Ints, numbering: Numbering) -> Any:
         """True for each id whose row may be another than its asker knows.
@@ -375,11 +376,11 @@ class Table:
 
     # --- as a whole
 
-    def rows_in(self, slots: Any) -> Ints:
+    def rows_in(self, slots: Bools) -> Ints:
         """The rows whose ids lie in slots that are marked."""
         return np.flatnonzero(self.in_slots(self._ids.rows[: len(self), 0].copy(), slots))
 
-    def in_slots(self, ids: Ints, slots: Any) -> Any:
+    def in_slots(self, ids: Ints, slots: Bools) -> Bools:
         """True for each id that lies in a slot that is marked."""
         found = np.empty(len(ids), np.int64)
         self._k.slots(np.ascontiguousarray(ids), found)
@@ -406,7 +407,7 @@ class Table:
         if self.changes is not None:
             self.changes.enter(places, rows.columns)
 
-    def take_candidates(self, slots: Any) -> tuple[Ints, Ints, Ints] | None:
+    def take_candidates(self, slots: Bools) -> tuple[Ints, Ints, Ints] | None:
         """Ids in marked slots that wait for a row, with their counts; they are no more here."""
         return self._candidates.take(slots) if self._candidates is not None else None
 
@@ -423,7 +424,7 @@ class Table:
         """From now on notes what changes, beginning with nothing."""
         self.changes = Changes()
 
-    def take_gone(self, slots: Any) -> Gone | None:
+    def take_gone(self, slots: Bools) -> Gone | None:
         """Evicted ids in marked slots, which were to be published; they are no more here."""
         if self.changes is None:
             return None
