@@ -315,7 +315,7 @@ class Session:
                 self._clock(head.name, time.perf_counter() - begin)
                 if isinstance(reply, messages.Rows | messages.Accepted) and reply.room >= 0:
                     self._room.told(shard, head, reply.room)
-                answer = reply if self._may_speak_for(shard, head) else NotHead()
+                answer = reply if self._may_speak_for(shard, head, reply) else NotHead()
                 self._replied(shard, number, epoch, asked, answer)
 
             self._caller.call(head, message, replied)
@@ -440,10 +440,15 @@ class Session:
             whole.refused_by.add(shard)
             self._post(shard, number, whole, None)
 
-    def _may_speak_for(self, shard: int, server: Server) -> bool:
-        """False if a later view gives a shard another head than the server that was asked."""
+    def _may_speak_for(self, shard: int, server: Server, reply: Any) -> bool:
+        """False if this client knows a later chain of a shard than the server that answers."""
         found = self.view.shard(shard)
-        return found is None or found.chain[:1] in ((server,), ())
+        if found is None:
+            return True
+        is_old = (
+            isinstance(reply, messages.Rows | messages.Accepted) and reply.version < found.version
+        )
+        return found.chain[:1] in ((server,), ()) and not is_old
 
     def _note_reached(self, shard: int, was_reached: bool) -> None:
         """Gives up if nobody has served a shard for too long."""

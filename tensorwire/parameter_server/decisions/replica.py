@@ -24,6 +24,7 @@ from tensorwire.parameter_server.decisions.clock import (
     Taken,
 )
 from tensorwire.parameter_server.decisions.consistency import Consistency, staleness_of
+from tensorwire.parameter_server.decisions.leases import Lease, Renewal
 from tensorwire.parameter_server.decisions.reads import Answer, Pull, Reads, Turn
 from tensorwire.parameter_server.decisions.replication import Forward, Replication
 from tensorwire.parameter_server.decisions.views import Server, Shard
@@ -74,7 +75,7 @@ class After:
     record: Any
 
 
-Record = Push | orders.Order | Import | Exported | Assign | After
+Record = Push | orders.Order | Import | Exported | Assign | Renewal | After
 
 # --- what is to be done
 
@@ -97,11 +98,13 @@ class Read:
         pull: the pull.
         time: by which rows are too old.
         low: pushes of the slowest trainer.
+        version: of the chain.
     """
 
     pull: Pull
     time: int
     low: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ class Replica:
         self.is_primed = False
         self._reads = Reads(staleness_of(consistency))
         self._log = Replication(me, position, version)
+        self._lease = Lease()
         self._pushes: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         self._going: dict[int, list[Any]] = {}
         self._opens: list[Any] = []
@@ -207,14 +211,36 @@ class Replica:
         self._pushes.setdefault((push.trainer, push.number), []).append((push.epoch, call))
         return self._enter(push)
 
-    def pulled(self, pull: Pull) -> list[Effect]:
+    def pulled(self, pull: Pull, now: float) -> list[Effect]:
         """A trainer pulls; its ``ask`` is the call, answered by a ``Read`` or a ``Refusal``."""
         if not self.is_head:
             return [Respond(pull.ask, NotHead())]
-        if not self.is_primed or self._log.durable < self._control:
+        if not self.is_primed:
             self._reads.park(pull)
             return []
-        return [self._answer(each) for each in self._reads.ask(pull, self.clock)]
+        renewal = self._renew(now) if now >= self._lease.renew_at else []
+        if self._log.durable < self._control:
+            self._reads.park(pull)
+            return renewal
+        answers = [self._answer(each) for each in self._reads.ask(pull, self.clock)]
+        return [*renewal, *answers]
+
+    def looked_at(self, now: float) -> tuple[bool, list[Effect]]:
+        """Somebody reads the state beside pulls; True if it may, as this is proven to be head."""
+        is_head = self.is_head and self.is_primed
+        effects = self._renew(now) if is_head and now >= self._lease.renew_at else []
+        return is_head and self._lease.is_valid(now), effects
+
+    def _renew(self, now: float) -> list[Effect]:
+        """Renews the lease; pulls wait for that if it is over."""
+        effects: list[Effect] = []
+        if self._lease.is_to_ask(now):
+            self._lease.asked(self._log.position + 1, now)
+            effects = self._enter(Renewal())
+            self._lease.durable(self._log.durable)
+        if not self._lease.is_valid(now):
+            self._control = max(self._control, self._lease.end)
+        return effects
 
     def ordered(self, order: orders.Order, call: Any) -> list[Effect]:
         """The coordinator gives an order."""
@@ -280,6 +306,7 @@ class Replica:
             self._bound = None
             effects += [Respond(call, NotHead()) for call in self._binding]
             self._binding = []
+        effects += self._fence(shard.version)
         effects += self._carry_out(self._log.rechained(shard.version, shard.chain))
         if was_head and not self.is_head:
             effects += self.deposed()
@@ -302,15 +329,26 @@ class Replica:
 
     def received(self, version: int, position: int, record: Record, call: Any) -> list[Effect]:
         """The server before this one in the chain sends a record; answered once it is safe."""
+        done = self._fence(version) if version > self._log.heard_of else []
         effects = self._log.receive(version, position, record)
         if effects and isinstance(effects[0], replication.Fenced):
             return [Respond(call, effects[0])]
-        done = self._carry_out(effects)
+        done += self._carry_out(effects)
         return done + self._gate(call, Safe(position + 1), position + 1)
 
-    def acknowledged(self, by: Server, position: int) -> list[Effect]:
-        """The server behind this one in the chain has all before a position."""
-        return [*self._carry_out(self._log.acknowledged(by, position)), *self._answer_bound()]
+    def _fence(self, version: int) -> list[Effect]:
+        """Refuses what came too early in versions of the chain before this one."""
+        if not self._log.raise_fence(version):
+            return []
+        here = self._log.position
+        early = [call for at, call, _ in self._gated if at > here]
+        self._gated = deque(each for each in self._gated if each[0] <= here)
+        return [Respond(call, replication.Fenced(version)) for call in early]
+
+    def acknowledged(self, by: Server, position: int, version: int) -> list[Effect]:
+        """The next server of the chain has all before a position, of what that version sent."""
+        safe = self._carry_out(self._log.acknowledged(by, position, version))
+        return [*safe, *self._answer_bound()]
 
     def _begin_copy(self, order: orders.Copy, call: Any) -> list[Effect]:
         if self._log.has_next:
@@ -517,6 +555,8 @@ class Replica:
         return []
 
     def _now_durable(self) -> list[Effect]:
+        if self._lease.pending is not None:
+            self._lease.durable(self._log.durable)
         done: list[Effect] = self._count_safe()
         while self._unsafe and self._unsafe[0][0] <= self._log.durable:
             done.append(Inform(self._unsafe.popleft()[1]))
@@ -541,8 +581,8 @@ class Replica:
 
     def _answer(self, effect: Answer | Turn) -> Effect:
         if isinstance(effect, Answer):
-            low = self.clock.low
-            return Read(effect.pull, self.clock.time, self.clock.time if low is None else low)
+            low, time = self.clock.low, self.clock.time
+            return Read(effect.pull, time, time if low is None else low, self._log.version)
         return Respond(effect.pull.ask, effect.reason)
 
     def _answer_gone(self, change: int) -> list[Effect]:

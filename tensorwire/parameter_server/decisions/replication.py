@@ -11,7 +11,10 @@ it only when it also has what was durable before that, so that it is still so if
 just then.
 
 Records carry the version of the chain in which they were sent. A server refuses those of an
-earlier version than it knows: a head that was replaced, but lives, gets nothing acknowledged.
+earlier version than it has heard of: a head that was replaced, but lives, gets nothing
+acknowledged. What came too early in an earlier version is forgotten, as another may be sent in its
+place. An acknowledgement counts only in the version in which its record was sent; whoever learns of
+a later one sends again what is not acknowledged.
 """
 
 from __future__ import annotations
@@ -65,13 +68,20 @@ class Replication:
         me: this server.
         position: where the log begins; what is before it came as a copy.
         version: of the chain whose tail made the copy.
+
+    Attributes:
+        position: behind the last record.
+        durable: all before this position is safe.
+        version: the latest version of the chain of which this server knows the members.
+        heard_of: the latest one that it has heard of; what was sent in earlier ones is refused.
     """
 
     def __init__(self, me: Server, position: int = 0, version: int = -1) -> None:
         self.position = position
         self.durable = position
         self._me = me
-        self._version = version
+        self.version = version
+        self.heard_of = version
         self._next: Server | None = None
         self._heir: Server | None = None
         self._is_bound = False
@@ -79,11 +89,6 @@ class Replication:
         self._heir_has = 0
         self._kept: deque[tuple[int, Any]] = deque()
         self._early: dict[int, Any] = {}
-
-    @property
-    def version(self) -> int:
-        """The latest version of the chain that this server knows."""
-        return self._version
 
     @property
     def has_next(self) -> bool:
@@ -102,9 +107,10 @@ class Replication:
 
     def rechained(self, version: int, chain: tuple[Server, ...]) -> list[Effect]:
         """The chain is another: who follows this server may have changed."""
-        if version <= self._version:
+        if version <= self.version:
             return []
-        self._version = version
+        self.version = version
+        self.raise_fence(version)
         place = chain.index(self._me)
         successor = chain[place + 1] if place + 1 < len(chain) else None
         if successor is None and self._is_bound:
@@ -124,15 +130,17 @@ class Replication:
         effects: list[Effect] = []
         if follower is not None:
             self._kept.append((at, record))
-            effects.append(Forward(follower, self._version, at, record))
+            effects.append(Forward(follower, self.version, at, record))
         if self._next is None:
             effects += self._safe_until(self.position)
         return at, effects
 
     def receive(self, version: int, position: int, record: Any) -> list[Effect]:
         """A record came from the predecessor."""
-        if version < self._version:
-            return [Fenced(self._version)]
+        if version < self.heard_of:
+            return [Fenced(self.heard_of)]
+        if version > self.heard_of:
+            self.raise_fence(version)
         if position >= self.position:
             self._early[position] = record
         effects: list[Effect] = []
@@ -142,8 +150,21 @@ class Replication:
             effects += [Append(at, ready), *sent]
         return effects
 
-    def acknowledged(self, by: Server, position: int) -> list[Effect]:
-        """All before this position are safe at ``by``."""
+    def raise_fence(self, version: int) -> bool:
+        """There is a chain of that version; True if that is news.
+
+        What was sent in earlier ones, and has not come in order, counts no more.
+        """
+        is_news = version > self.heard_of
+        if is_news:
+            self.heard_of = version
+            self._early.clear()
+        return is_news
+
+    def acknowledged(self, by: Server, position: int, version: int) -> list[Effect]:
+        """All before this position are safe at ``by``, as it says of what that version sent."""
+        if version < self.version:
+            return []
         if by == self._heir:
             self._heir_has = max(self._heir_has, position)
             self._drop_kept(position)
@@ -158,7 +179,7 @@ class Replication:
         return [Durable(position)]
 
     def _kept_again(self, to: Server) -> list[Effect]:
-        return [Forward(to, self._version, at, record) for at, record in self._kept]
+        return [Forward(to, self.version, at, record) for at, record in self._kept]
 
     def _drop_kept(self, position: int) -> None:
         while self._kept and self._kept[0][0] < position:

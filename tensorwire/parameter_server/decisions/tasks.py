@@ -276,13 +276,17 @@ class Tasks:
         self._count_votes()
         return self._flush()
 
-    def answered(self, ask: int, answer: Any) -> list[Effect]:
+    def answered(self, ask: int, answer: Any, by: Server | None = None) -> list[Effect]:
         """A shard has carried out an order, a server has voted, a manifest was written.
 
         Args:
             ask: the number of what was asked.
             answer: what was answered; None by one that is lost.
+            by: the server that carried out an order; it does not count if another was told since.
         """
+        order = self._asks.get(ask)
+        if by is not None and order is not None and order.to != by:
+            return []
         for poll in self._polls:
             if ask in poll.asked:
                 self._take_vote(poll, ask, answer)

@@ -540,6 +540,14 @@ def names(view: View, server: Server) -> bool:
     return server in {*servers_of(view), view.coordinator}
 
 
+def is_outdated(view: View | None, shard: int, version: int) -> bool:
+    """True if a view knows a later chain of a shard than that version, or that it is no more."""
+    if view is None:
+        return False
+    found = view.shard(shard)
+    return found.version > version if found is not None else shard < view.made
+
+
 def is_next_coordinator(view: View, me: Server, living: Collection[Server]) -> bool:
     """True if this server must take over, as the coordinator and all before it are gone."""
     if view.coordinator in living:

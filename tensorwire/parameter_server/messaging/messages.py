@@ -167,6 +167,7 @@ class Rows:
             set them yet.
         safe: pushes of the asker that are safe.
         low: pushes of the slowest trainer.
+        version: of the chain by which the head answers.
         room: bytes that the server had left for rows when a push came last; -1 if none did.
         changed: of each of ``tables`` which rows are there; empty if all that were asked for.
     """
@@ -175,6 +176,7 @@ class Rows:
     dense: Mapping[str, Mapping[torch.dtype, Tensor] | None]
     safe: int
     low: int
+    version: int
     room: int = -1
     changed: tuple[Changed, ...] = ()
 
@@ -185,10 +187,12 @@ class Accepted:
 
     Args:
         safe: how many.
+        version: as in :class:`Rows`.
         room: as in :class:`Rows`.
     """
 
     safe: int
+    version: int
     room: int = -1
 
 
@@ -317,17 +321,31 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """Rows that a shard had until a cut."""
+    """Rows that a shard had until a cut.
+
+    Args:
+        shard: to which they go.
+        version: of the chain of the shard that had them, as its head knows it.
+        rows: the rows.
+    """
 
     shard: int
+    version: int
     rows: Import
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """Another shard tells this one how many pushes it has."""
+    """Another shard tells this one how many pushes it has.
+
+    Args:
+        shard: which is told.
+        version: of the chain of the shard that tells, as its head knows it.
+        heard: how many.
+    """
 
     shard: int
+    version: int
     heard: Heard
 
 
@@ -384,12 +402,14 @@ class CopyPiece:
     """Some rows of a shard that is being copied.
 
     Args:
-        copy: names the copy.
+        copy: names the copy: the shard, a number, and the life of the server that makes it.
+        version: of the chain whose tail makes it.
         table: whose rows.
         rows: ids and columns.
     """
 
     copy: tuple[int, int, str]
+    version: int
     table: str
     rows: Any
 

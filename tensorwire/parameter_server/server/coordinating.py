@@ -161,11 +161,11 @@ class Coordinating:
         self._requests[number] = call
         self._do(self._coordinator.asked(number, what))
 
-    def _answered(self, ask: int, answer: Any) -> None:
+    def _answered(self, ask: int, answer: Any, by: Server | None = None) -> None:
         if answer is LOST or isinstance(answer, NotHead):
             return  # it will be told to another, or this coordinator is out of date
         if self._coordinator is not None:
-            self._do(self._coordinator.answered(ask, answer))
+            self._do(self._coordinator.answered(ask, answer, by))
 
     # --- what is to be done
 
@@ -202,7 +202,7 @@ class Coordinating:
 
         def answered(answer: Any) -> None:
             if self._coordinator is coordinator:
-                self._answered(effect.ask, answer)
+                self._answered(effect.ask, answer, effect.to)
 
         self._node.call(effect.to, command, answered)
 

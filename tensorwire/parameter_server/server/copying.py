@@ -65,7 +65,7 @@ class Copies:
     ) -> None:
         name = (shard.replica.shard, next(self._numbers), str(self._node.me))
         try:
-            arrived = self._send_rows(shard, effect.heir, name, frozen) and self._ask(
+            arrived = self._send_rows(shard, effect, name, frozen) and self._ask(
                 effect.heir,
                 Install(name, name[0], effect.position, effect.version, dict(effect.clock), rest),
             )
@@ -75,14 +75,17 @@ class Copies:
         with self._node.acting():
             self._node.copied(shard, effect, arrived is True)
 
-    def _send_rows(self, shard: ShardServer, to: Server, name: Name, frozen: FrozenShard) -> bool:
+    def _send_rows(
+        self, shard: ShardServer, effect: StartCopy, name: Name, frozen: FrozenShard
+    ) -> bool:
         for table, each in frozen.tables.items():
             while True:
                 with shard.lane.state_lock:
                     rows = each.next_piece(_PIECE)
                 if rows is None:
                     break
-                if self._ask(to, CopyPiece(name, table, (rows.ids, rows.columns))) is not True:
+                piece = CopyPiece(name, effect.version, table, (rows.ids, rows.columns))
+                if self._ask(effect.heir, piece) is not True:
                     return False
         return True
 

@@ -7,6 +7,7 @@ to the state of a shard is done in that shard's lane, in the order in which it w
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ from tensorwire.parameter_server.messaging.outbox import Outbox
 from tensorwire.parameter_server.messaging.settings import consistency_of
 from tensorwire.parameter_server.server.available import Claim
 from tensorwire.parameter_server.server.coordinating import Coordinating
-from tensorwire.parameter_server.server.copying import Copies
+from tensorwire.parameter_server.server.copying import Copies, Name
 from tensorwire.parameter_server.server.shard import Call, PullCall, PushCall, ShardServer
 from tensorwire.parameter_server.server.state import ShardState, rows_of
 from tensorwire.parameter_server.server.writing import write_for
@@ -78,6 +79,7 @@ class Node:
         self.copies = Copies(self)
         self.coordinating = Coordinating(self)
         self._term = -1
+        self._versions: dict[int, int] = {}
         self._was_named = False
         self._expelled = False
         self._early: dict[int, list[tuple[Call, messages.Logged]]] = {}
@@ -169,6 +171,7 @@ class Node:
             self.coordinating.look()
             return
         self.view = view
+        self._versions = {each.number: each.version for each in view.shards}
         self._was_named |= views.names(view, self.me)
         self._term = max(self._term, view.term)
         mine = {s.number: s for s in view.shards if self.me in s.chain}
@@ -264,7 +267,7 @@ class Node:
             self.carry_out(message.shard, shard.replica.pushed(push, asked))
         if pull is not None:
             pull = replace(pull, ask=PullCall(call, pull.ask))
-            self.carry_out(message.shard, shard.replica.pulled(pull))
+            self.carry_out(message.shard, shard.replica.pulled(pull, time.monotonic()))
 
     def _claim(self, shard: ShardServer, push: Push) -> Claim:
         place = (self.cluster, shard.replica.shard, push.trainer)
@@ -313,6 +316,8 @@ class Node:
 
     def _logged(self, call: Call, message: messages.Logged) -> None:
         shard = self.shards.get(message.shard)
+        if self._is_outdated(call, message.shard, message.version):
+            return
         if shard is not None:
             effects = shard.replica.received(
                 message.version, message.position, message.record, call
@@ -324,12 +329,24 @@ class Node:
         if len(early) > _MOST_EARLY:
             early.pop(0)
 
+    def _is_outdated(self, call: Call, shard: int, version: int) -> bool:
+        """Turns a server away that acts for a chain which was replaced, and tells it so."""
+        known = self._versions.get(shard)
+        if known is not None and version >= known:
+            return False
+        if self.view is None or not views.is_outdated(self.view, shard, version):
+            return False
+        call.answer(messages.Outdated(self.view.encode()))
+        return True
+
     def _take_early(self, number: int) -> None:
         for call, message in self._early.pop(number, []):
             self._logged(call, message)
 
     def _bring(self, call: Call, message: messages.Bring) -> None:
         shard = self.shards.get(message.shard)
+        if self._is_outdated(call, message.rows.source, message.version):
+            return
         if shard is None:
             call.answer(NotHead())
         else:
@@ -337,6 +354,8 @@ class Node:
 
     def _tell(self, call: Call, message: messages.Telling) -> None:
         shard = self.shards.get(message.shard)
+        if self._is_outdated(call, message.heard.source, message.version):
+            return
         if shard is None:
             call.answer(NotHead())
         else:
@@ -350,11 +369,15 @@ class Node:
             self.carry_out(message.shard, shard.replica.assigned(message.values, call))
 
     def _get(self, call: Call, message: messages.Getting) -> None:
-        shard = self.shards.get(message.shard)
-        if shard is None or not shard.replica.is_head:
+        found = self.shards.get(message.shard)
+        if found is None:
             call.answer(NotHead())
             return
-        found = shard
+        may, effects = found.replica.looked_at(time.monotonic())
+        self.carry_out(message.shard, effects)
+        if not may:
+            call.answer(NotHead())
+            return
 
         def answer() -> None:
             with found.lane.state_lock:
@@ -365,7 +388,16 @@ class Node:
         self.later(answer)
 
     def _copy_piece(self, call: Call, message: messages.CopyPiece) -> None:
-        call.answer(self.copies.take(message))
+        may_copy = self._may_copy(message.copy, message.version)
+        call.answer(self.copies.take(message) if may_copy else False)
+
+    def _may_copy(self, copy: Name, version: int) -> bool:
+        """False if a later chain of a shard does without the server that makes a copy of it."""
+        shard, _, sender = copy
+        if self.view is None or not views.is_outdated(self.view, shard, version):
+            return True
+        found = self.view.shard(shard)
+        return found is not None and sender in map(str, found.chain)
 
     def _install(self, call: Call, message: messages.Install) -> None:
         number = message.shard
@@ -374,7 +406,7 @@ class Node:
         if there is not None and there.replica.version >= message.version:
             call.answer(False)  # it comes from somebody who was replaced
             return
-        if self.view is None:
+        if self.view is None or not self._may_copy(message.copy, message.version):
             call.answer(False)
             return
         shard = self._make(number, message.position, message.version)
@@ -466,18 +498,20 @@ class Node:
         def acknowledged(answer: Any) -> None:
             shard = self.shards.get(number)
             if shard is not None and isinstance(answer, Safe):
-                self.carry_out(number, shard.replica.acknowledged(effect.to, answer.position))
+                effects = shard.replica.acknowledged(effect.to, answer.position, effect.version)
+                self.carry_out(number, effects)
 
         record = messages.Logged(number, effect.version, effect.position, effect.record)
         self.call(effect.to, record, acknowledged)
 
     def _inform(self, number: int, effect: Inform) -> None:
         assert self.view is not None
-        heard = Heard(number, effect.ready)
+        heard, version = Heard(number, effect.ready), self.shards[number].replica.version
         for other in effect.ready.others:
             found = self.view.shard(other)
             if found is not None and found.chain:
-                self.call(found.head, messages.Telling(other, heard), self._informed(number))
+                telling = messages.Telling(other, version, heard)
+                self.call(found.head, telling, self._informed(number))
 
     def _informed(self, number: int) -> Callable[[Any], None]:
         def done(answer: Any) -> None:
@@ -522,7 +556,8 @@ class Node:
             if found is None or not found.chain or key in self._exporting:
                 continue
             self._exporting.add(key)
-            bring = messages.Bring(target, Import(number, epoch, moved))
+            rows = Import(number, epoch, moved)
+            bring = messages.Bring(target, shard.replica.version, rows)
 
             def done(answer: Any, target: int = target, epoch: int = epoch) -> None:
                 self._exporting.discard((number, target, epoch))

@@ -155,7 +155,8 @@ class ShardServer:
             asked.call.answer(Unread(f"{type(error).__name__}: {error}", safe))
             return
         self.pulled += 1
-        asked.call.answer(Rows(tables, dense, safe, effect.low, self.room, changed))
+        version, room = effect.version, self.room
+        asked.call.answer(Rows(tables, dense, safe, effect.low, version, room, changed))
 
     def _respond(self, call: Any, answer: Any) -> None:
         if isinstance(call, Call):
@@ -174,5 +175,5 @@ class ShardServer:
             return Denied(answer)
         if isinstance(answer, Taken) and not call.pulls:
             safe = max(self.replica.safe_count(answer.trainer), answer.number + 1)
-            return Accepted(safe, self.room)
+            return Accepted(safe, self.replica.version, self.room)
         return None

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from tensorwire.parameter_server.decisions.clock import Apply, Push, Taken
 from tensorwire.parameter_server.decisions.consistency import BSP, Async
+from tensorwire.parameter_server.decisions.leases import LEASE, Renewal
 from tensorwire.parameter_server.decisions.orders import Copy, Prime
+from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
 from tensorwire.parameter_server.decisions.replica import (
     Assign,
+    Effect,
     Import,
     NotHead,
+    Read,
     Replica,
     Respond,
     Run,
+    Safe,
 )
-from tensorwire.parameter_server.decisions.replication import Forward
+from tensorwire.parameter_server.decisions.replication import Fenced, Forward
 from tensorwire.parameter_server.decisions.views import Server, Shard
 
 
@@ -49,4 +54,70 @@ def test_a_backup_counts_only_when_it_has_what_was_acknowledged_while_it_was_mad
     push = Push(0, 0, 0)
     assert Respond("push", Taken(0, 0)) in it.pushed(push, "push")
     assert it.copied(heir) == [Forward(heir, 1, 1, push)]
-    assert it.acknowledged(heir, 2) == [Respond("copy", True)]
+    assert it.acknowledged(heir, 2, 1) == [Respond("copy", True)]
+
+
+A, B, C = (Server(f"ps{k}", 0) for k in range(3))
+_PULL = Pull(AT_ONCE, 0, "pull")
+
+
+def primed(me: Server, *chain: Server) -> Replica:
+    """A replica of a chain that has taken its first record, which is safe."""
+    it = Replica(me, 0, Async())
+    it.rechained(Shard(0, chain, 1))
+    if me == chain[0]:
+        it.ordered(Prime({0: 0}, 0, 0, (0,)), "order")
+        it.acknowledged(chain[-1], 1, 1)
+    return it
+
+
+def is_answered(effects: list[Effect]) -> bool:
+    return any(isinstance(each, Read) for each in effects)
+
+
+def test_the_head_of_a_chain_answers_no_pull_before_its_backups_say_that_it_is_still_head() -> None:
+    it = primed(A, A, B)
+    renewal = Forward(B, 1, 1, Renewal())
+    assert it.pulled(_PULL, 0.0) == [renewal]
+    assert is_answered(it.acknowledged(B, 2, 1))
+    assert is_answered(it.pulled(_PULL, LEASE / 4))
+
+
+def test_a_lease_counts_from_when_it_was_asked_for_and_not_from_when_the_answer_is_read() -> None:
+    it = primed(A, A, B)
+    it.pulled(_PULL, 0.0)
+    after_a_sleep = 5 * LEASE
+    it.acknowledged(B, 2, 1)
+    assert not is_answered(it.pulled(_PULL, after_a_sleep))
+    assert is_answered(it.acknowledged(B, 3, 1))
+
+
+def test_whoever_wakes_before_it_reads_the_answer_asks_once_more() -> None:
+    it = primed(A, A, B)
+    it.pulled(_PULL, 0.0)
+    assert it.pulled(_PULL, 5 * LEASE) == [Forward(B, 1, 2, Renewal())]
+    assert not is_answered(it.acknowledged(B, 2, 1))
+    assert is_answered(it.acknowledged(B, 3, 1))
+
+
+def test_pulls_do_not_wait_while_a_lease_is_renewed_in_time() -> None:
+    it = primed(A, A, B)
+    it.pulled(_PULL, 0.0)
+    it.acknowledged(B, 2, 1)
+    renewed = it.pulled(_PULL, 0.75 * LEASE)
+    assert is_answered(renewed)
+    assert Forward(B, 1, 2, Renewal()) in renewed
+
+
+def test_a_head_without_backups_asks_nobody() -> None:
+    it = primed(A, A)
+    assert is_answered(it.pulled(_PULL, 0.0))
+    assert is_answered(it.pulled(_PULL, 9 * LEASE))
+
+
+def test_what_a_replaced_head_sent_too_early_is_refused_and_not_called_safe() -> None:
+    it = primed(B, A, B)
+    assert it.received(1, 1, Renewal(), "early") == []
+    assert it.rechained(Shard(0, (B,), 2)) == [Respond("early", Fenced(2))]
+    done = it.ordered(Prime({0: 0}, 0, 0, (0,)), "order") + it.pulled(_PULL, 0.0)
+    assert not any(isinstance(each, Respond) and isinstance(each.answer, Safe) for each in done)

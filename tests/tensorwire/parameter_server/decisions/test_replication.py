@@ -28,7 +28,7 @@ def test_with_a_backup_a_record_is_safe_when_the_backup_says_so() -> None:
     head = log(A, A, B)
     assert head.append("x") == (0, [Forward(B, 1, 0, "x")])
     assert head.durable == 0
-    assert head.acknowledged(B, 1) == [Durable(1)]
+    assert head.acknowledged(B, 1, 1) == [Durable(1)]
 
 
 def test_records_that_overtook_each_other_are_appended_in_order() -> None:
@@ -54,7 +54,7 @@ def test_what_the_middle_of_a_chain_did_not_hand_on_reaches_the_tail() -> None:
     head = log(A, A, B, C)
     head.append("x")
     assert head.rechained(2, (A, C)) == [Forward(C, 2, 0, "x")]
-    assert head.acknowledged(C, 1) == [Durable(1)]
+    assert head.acknowledged(C, 1, 2) == [Durable(1)]
 
 
 def test_a_new_backup_counts_from_when_it_has_the_copy_and_all_that_followed() -> None:
@@ -65,9 +65,9 @@ def test_a_new_backup_counts_from_when_it_has_the_copy_and_all_that_followed() -
     assert head.bind(B) == [Forward(B, 1, 1, "x")]
     assert head.append("y") == (2, [Forward(B, 1, 2, "y")])
     assert not head.heir_is_whole
-    assert head.acknowledged(B, 2) == []
+    assert head.acknowledged(B, 2, 1) == []
     assert head.heir_is_whole
-    assert head.acknowledged(B, 3) == [Durable(3)]
+    assert head.acknowledged(B, 3, 1) == [Durable(3)]
     assert head.rechained(2, (A, B)) == []
 
 
@@ -85,3 +85,26 @@ def test_a_bound_backup_stays_when_the_chain_before_it_changes() -> None:
     tail.bind(C)
     assert tail.rechained(2, (B,)) == []
     assert tail.append("x") == (0, [Forward(C, 2, 0, "x")])
+
+
+def test_what_a_replaced_head_sent_too_early_is_not_taken_for_what_another_sends() -> None:
+    middle = log(B, A, B, C)
+    middle.receive(1, 1, "of A")
+    middle.rechained(2, (B, C))
+    middle.append("x")
+    assert middle.receive(2, 9, "later") == []
+    assert middle.position == 1
+
+
+def test_an_acknowledgement_of_what_was_sent_in_an_earlier_chain_counts_for_nothing() -> None:
+    head = log(A, A, B, C)
+    head.append("x")
+    head.rechained(2, (A, C))
+    assert head.acknowledged(C, 1, 1) == []
+    assert head.acknowledged(C, 1, 2) == [Durable(1)]
+
+
+def test_whoever_hears_of_a_later_chain_from_its_head_refuses_what_the_former_one_sends() -> None:
+    tail = log(C, A, B, C)
+    assert tail.receive(2, 0, "of B") == [Append(0, "of B"), Durable(1)]
+    assert tail.receive(1, 1, "of A") == [Fenced(2)]

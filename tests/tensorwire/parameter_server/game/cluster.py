@@ -27,6 +27,7 @@ from tests.tensorwire.parameter_server.game.servers import ServerProcess
 from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
 
 PATIENCE = 60_000
+SECONDS_PER_TURN = 0.01
 
 
 class Game:
@@ -39,6 +40,9 @@ class Game:
         slow = {"import": self.plan.slow_rows, "push": self.plan.slow_pushes}
         self.slow = {kind for kind, is_slow in slow.items() if is_slow}
         self.numbers = 0
+        self.now = 0.0
+        self.replaced_at: dict[tuple[int, int], float] = {}
+        """By shard and version of its chain, when the store had a later one."""
         self.network: list[tuple[Server, Server, Any]] = []
         self.tasks: list[tuple[Server, Callable[[], None]]] = []
         self.living: dict[Server, Process] = {}
@@ -170,6 +174,7 @@ class Game:
             accepted = self.view == effect.expected
             if accepted:
                 self.rules.check_view(effect.view)
+                self.note_replaced(effect.view)
                 self.view = effect.view
             view = self.view
 
@@ -181,6 +186,17 @@ class Game:
             self.later(process, stored)
 
         self.later(process, put)
+
+    def note_replaced(self, view: View) -> None:
+        for shard in self.view.shards:
+            found = view.shard(shard.number)
+            is_new = found is None or found.chain[:1] != shard.chain[:1]
+            if is_new and len(shard.chain) > 1:  # one alone has nobody to ask
+                self.replaced_at[shard.number, shard.version] = self.now
+
+    def time_of(self, process: Process) -> float:
+        """The time by its own clock."""
+        return self.now - process.behind
 
     def alarm(self, process: ServerProcess) -> None:
         def ring() -> None:
@@ -215,7 +231,7 @@ class Game:
 
     def stop(self, process: Process) -> None:
         """It stops for a while: the others do not notice, or take it for lost."""
-        process.asleep = True
+        process.asleep, process.fell_asleep = True, self.now
         kind = "trainer" if isinstance(process, TrainerProcess) else "kill"
         if not self.budget[kind] or self.random.random() < 0.3:
             return
@@ -236,6 +252,8 @@ class Game:
     def wake(self, process: Process) -> None:
         """It goes on where it stopped; some time later it hears what became of it, and leaves."""
         process.asleep = False
+        if self.plan.clocks_stand:
+            process.behind += self.now - process.fell_asleep
 
         def leave() -> None:
             if self.random.random() < 0.05:
@@ -346,6 +364,7 @@ class Game:
         """Plays to the end; returns how many events there were."""
         r = self.random
         for turn in range(PATIENCE):
+            self.now += SECONDS_PER_TURN
             if self.over():
                 self.drain()
                 self.rules.check_end()
@@ -373,6 +392,7 @@ class Game:
             if process.life in self.islands:
                 self.kill(process)
         for _ in range(PATIENCE):
+            self.now += SECONDS_PER_TURN
             choices = len(self.network) + len(self.tasks)
             if choices:
                 self.one(self.random.randrange(choices))

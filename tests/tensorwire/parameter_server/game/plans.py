@@ -52,6 +52,8 @@ class Plan:
     """Members that stop for a while and wake with all their messages, timers and calls."""
     publishes: bool
     """Versions are published beside whatever else happens."""
+    clocks_stand: bool
+    """The clocks of those stand meanwhile, as those of a machine that is paused."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -78,4 +80,5 @@ def draw_plan(seed: int) -> Plan:
         slow_pushes=r.random() < 0.2,
         naps=r.choice([0, 1, 2, 4]),
         publishes=r.random() < 0.7,
+        clocks_stand=r.random() < 0.5,
     )

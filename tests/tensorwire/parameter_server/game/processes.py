@@ -23,6 +23,9 @@ class Process:
         self.callees: dict[int, Server] = {}
         self.heard: dict[str, Latest] = {}
         self.asleep = False
+        self.fell_asleep = 0.0
+        self.behind = 0.0
+        """Seconds by which its clock is behind, as it stood still while it slept."""
         self.expelled = False
         """The others took it for lost."""
         self.knows = False

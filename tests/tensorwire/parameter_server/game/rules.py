@@ -14,6 +14,7 @@ from tensorwire.parameter_server.decisions.consistency import (
     BSP,
     staleness_of,
 )
+from tensorwire.parameter_server.decisions.leases import LEASE
 from tensorwire.parameter_server.decisions.tasks import (
     Conclude,
 )
@@ -75,6 +76,13 @@ class Rules:
                 if replica.is_head and trainer.number in counts and shard in self.game.view.active:
                     return counts[trainer.number]
         return None
+
+    def check_read(self, server: ServerProcess, shard: int, came: float) -> None:
+        """A head that was replaced takes no pull once its lease is over, if its clock goes on."""
+        version = server.replicas[shard].version
+        replaced = self.game.replaced_at.get((shard, version))
+        if replaced is not None and not server.behind and came > replaced + LEASE:
+            raise Broken(f"{server.life} answers a pull for shard {shard}, whose head it was")
 
     def check_pull(
         self, trainer: TrainerProcess, rows: dict[int, History], low: int | None

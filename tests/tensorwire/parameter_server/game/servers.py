@@ -92,6 +92,10 @@ class ServerProcess(Process):
         was_heard_of = self.known.verdict(to) is not Verdict.UNHEARD
 
         def answered(answer: Any) -> None:
+            if isinstance(answer, View) and what[0] != "poll":
+                self.see(answer)
+                then(NotHead())
+                return
             if answer is not None:
                 then(answer)
                 return
@@ -227,7 +231,7 @@ class ServerProcess(Process):
                         effect.shard,
                         effect.order,
                     ),
-                    partial(self.order_answered, self.coordinator, effect.ask),
+                    partial(self.order_answered, self.coordinator, effect.ask, by=effect.to),
                 )
             elif isinstance(effect, Publish):
                 self.game.publish(self, effect.view)
@@ -266,11 +270,14 @@ class ServerProcess(Process):
         coordinator = self.coordinator
         self.game.later(self, lambda: self.order_answered(coordinator, effect.ask, found))
 
-    def order_answered(self, coordinator: Coordinator | None, ask: int, answer: Any) -> None:
+    def order_answered(
+        self, coordinator: Coordinator | None, ask: int, answer: Any, by: Server | None = None
+    ) -> None:
         if answer is None or isinstance(answer, NotHead):
             return  # it will be told to another, or this coordinator is out of date
         if self.coordinator is coordinator and self.coordinator is not None:
-            self.coordinate(self.coordinator.answered(ask, None if answer == "none" else answer))
+            said = None if answer == "none" else answer
+            self.coordinate(self.coordinator.answered(ask, said, by))
 
     def lost(self, life: Server) -> None:
         if life == self.life:
@@ -329,23 +336,37 @@ class ServerProcess(Process):
         elif kind == "record":
             self.take_record(sender, call, what)
         elif kind == "install":
-            self.install(call, *what[1:])
+            if self.may_copy(sender, what[1], what[3]):
+                self.install(call, *what[1:])
+            else:
+                self.reply(call, "none")
         else:
             self.take_work(call, what)
 
     def take_work(self, call: Any, what: Any) -> None:
         kind, shard = what[0], what[1]
         replica = self.replicas.get(shard)
+        if kind in ("import", "ready") and self.is_outdated(call, what[2].source, what[3]):
+            return
         if replica is None:
             self.reply(call, NotHead())
         elif kind == "push":
             self.carry_out(shard, replica.pushed(what[2], call))
         elif kind == "pull":
-            self.carry_out(shard, replica.pulled(replace(what[2], ask=(call, what[2].ask))))
+            now = self.game.time_of(self)
+            pull = replace(what[2], ask=(call, what[2].ask, now))
+            self.carry_out(shard, replica.pulled(pull, now))
         elif kind == "import":
             self.carry_out(shard, replica.imported(what[2], call))
         elif kind == "ready":
             self.carry_out(shard, replica.told(what[2], call))
+
+    def is_outdated(self, call: Any, shard: int, version: int) -> bool:
+        """Turns a server away that acts for a chain which was replaced, and tells it so."""
+        if self.view is None or not views.is_outdated(self.view, shard, version):
+            return False
+        self.reply(call, self.view)
+        return True
 
     def take_order(self, call: Any, view: View, term: int, shard: int, order: Any) -> None:
         self.see(view)
@@ -371,6 +392,8 @@ class ServerProcess(Process):
 
     def take_record(self, sender: Server, call: Any, what: Any) -> None:
         shard = what[1]
+        if self.is_outdated(call, shard, what[2]):
+            return
         if shard in self.replicas:
             self.receive(shard, sender, call, what)
         else:
@@ -379,6 +402,13 @@ class ServerProcess(Process):
     def receive(self, shard: int, sender: Server, call: Any, what: Any) -> None:
         _, _, version, position, record = what
         self.carry_out(shard, self.replicas[shard].received(version, position, record, call))
+
+    def may_copy(self, sender: Server, shard: int, version: int) -> bool:
+        """False if a later chain of a shard does without the server that makes a copy of it."""
+        if self.view is None or not views.is_outdated(self.view, shard, version):
+            return True
+        found = self.view.shard(shard)
+        return found is not None and sender in found.chain
 
     def install(
         self,
@@ -438,10 +468,11 @@ class ServerProcess(Process):
                 self.game.later(self, lambda: self.inform_again(shard))
 
         assert self.view is not None
+        heard, version = Heard(shard, effect.ready), self.replicas[shard].version
         for other in effect.ready.others:
             found = self.view.shard(other)
             if found is not None and found.chain:
-                self.call(found.head, ("ready", other, Heard(shard, effect.ready)), done)
+                self.call(found.head, ("ready", other, heard, version), done)
 
     def inform_again(self, shard: int) -> None:
         if shard in self.replicas:
@@ -451,7 +482,8 @@ class ServerProcess(Process):
         def acked(answer: Any) -> None:
             if isinstance(answer, Safe) and shard in self.replicas:
                 replica = self.replicas[shard]
-                self.carry_out(shard, replica.acknowledged(effect.to, answer.position))
+                acked = replica.acknowledged(effect.to, answer.position, effect.version)
+                self.carry_out(shard, acked)
 
         what = ("record", shard, effect.version, effect.position, effect.record)
         self.call(effect.to, what, acked)
@@ -549,10 +581,13 @@ class ServerProcess(Process):
                 else:
                     self.carry_out(shard, self.replicas[shard].exported(target, epoch))
 
-            self.call(found.head, ("import", target, Import(shard, epoch, load)), done)
+            rows = Import(shard, epoch, load)
+            self.call(found.head, ("import", target, rows, replica.version), done)
 
     def read(self, shard: int, pull: Pull) -> None:
-        call, trainer = pull.ask
+        call, trainer, came = pull.ask
         state, replica = self.states[shard], self.replicas[shard]
+        self.game.rules.check_read(self, shard, came)
         rows = {each: state.rows.get(each, ()) for each in state.owned()}
-        self.reply(call, ("rows", rows, replica.safe_count(trainer), replica.clock.low))
+        safe = replica.safe_count(trainer)
+        self.reply(call, ("rows", rows, safe, replica.clock.low, replica.version))

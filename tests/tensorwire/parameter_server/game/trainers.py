@@ -198,7 +198,9 @@ class TrainerProcess(Process):
             if self.wanted != wanted or shard not in self.waiting or self.phase != "work":
                 return
             if isinstance(answer, tuple) and answer[0] == "rows":
-                if self.view is not None and epoch == self.view.epoch:
+                if self.is_old(shard, answer[4]):
+                    self.refresh()
+                elif self.view is not None and epoch == self.view.epoch:
                     self.kept.safe(shard, answer[2])
                     self.take_rows(shard, answer[1], answer[3])
             elif answer is Refusal.MOVED:
@@ -207,6 +209,11 @@ class TrainerProcess(Process):
                 self.refresh()
 
         self.call(found.head, ("pull", shard, pull), answered)
+
+    def is_old(self, shard: int, version: int) -> bool:
+        """True if it knows a later chain of a shard than the server that answers."""
+        found = self.view.shard(shard) if self.view else None
+        return found is not None and found.version > version
 
     def pull_anew(self) -> None:
         """The map is another: everything is asked again."""
