@@ -602,6 +602,7 @@ class Cluster:
         base_every: int = 100,
         *,
         state: bool = False,
+        precision: Precision | None = None,
         keep_bases: int = 2,
         extra: Any = None,
     ) -> Publishing:
@@ -620,6 +621,8 @@ class Cluster:
                 optimizers, ages of rows, and ids that wait for one. Then the cluster goes back to
                 the last version if it must, and ``ps.connect(restore=folder)`` begins with it bit
                 for bit. Default False: rows and dense parameters, for serving.
+            precision: what float32 rows of tables are rounded to, the nearest, in versions for
+                serving, such as ``ps.Precision.BFLOAT16``. Default None, as they are kept.
             keep_bases: as many of the newest bases stay, with the deltas after them. Default 2.
             extra: plain JSON data that is kept with each version.
 
@@ -636,7 +639,14 @@ class Cluster:
             )
         self.session.servers.require_own_process()
         self.publishing = begin_publishing(
-            self, folder, every, base_every, state=state, keep_bases=keep_bases, extra=extra
+            self,
+            folder,
+            every,
+            base_every,
+            state=state,
+            precision=precision,
+            keep_bases=keep_bases,
+            extra=extra,
         )
         return self.publishing
 

@@ -30,6 +30,7 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.orders import Extent
 from tensorwire.parameter_server.decisions.views import Snapshot
 from tensorwire.parameter_server.declarations.arguments import instance, number, whole
+from tensorwire.parameter_server.declarations.spec import Precision
 from tensorwire.parameter_server.snapshots.published import about_version
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class Publishing:
         every: Every,
         base_every: int,
         with_state: bool,
+        precision: Precision | None,
         extra: Any,
     ) -> None:
         self.folder = writer.folder
@@ -143,6 +145,7 @@ class Publishing:
         self._writer = writer
         self._base_every = base_every
         self._with_state = with_state
+        self._precision = precision
         self._extra = extra
         self._chain = uuid.uuid4().hex
         self._since: orders.Since | None = None
@@ -261,7 +264,8 @@ class Publishing:
         try:
             draft, at = self._writer.folder_of(number), time.time()
             extent = Extent.ALL if kind is Kind.BASE else Extent.CHANGES
-            what = orders.Version(self._chain, extent, self._with_state)
+            rounded = self._precision.name if self._precision is not None else ""
+            what = orders.Version(self._chain, extent, self._with_state, rounded)
             asked = orders.TakeVersion(what, str(draft), self._cluster.session.client, self._since)
             taken = self._ask(asked, "all shards to write a version")
             if taken is None:
@@ -309,6 +313,7 @@ def begin_publishing(
     base_every: int,
     *,
     state: bool,
+    precision: Precision | None,
     keep_bases: int,
     extra: Any,
 ) -> Publishing:
@@ -317,6 +322,12 @@ def begin_publishing(
     instance("publish", "every", every, (Steps, Seconds), "ps.Steps(n) or ps.Seconds(s)")
     whole("publish", "base_every", base_every)
     instance("publish", "state", state, bool, "True or False")
+    instance("publish", "precision", precision, (Precision, type(None)), "a ps.Precision or None")
+    if state and precision is not None:
+        raise ValueError(
+            f"publish: precision={precision} rounds rows, from which training cannot go on bit for "
+            "bit; publish with state=False, or with precision=None"
+        )
     whole("publish", "keep_bases", keep_bases)
     try:
         json.dumps(extra)
@@ -324,4 +335,4 @@ def begin_publishing(
         raise TypeError(f"publish: extra={extra!r} is no plain JSON data: {error}") from None
     require_safetensors()
     writer = ChainWriter(Path(folder), keep_bases)
-    return Publishing(cluster, writer, every, base_every, state, extra)
+    return Publishing(cluster, writer, every, base_every, state, precision, extra)

@@ -147,11 +147,13 @@ class Version:
         extent: which rows.
         with_state: what training goes on from beside the rows: their state and ages, and ids that
             wait for a row.
+        precision: name of the ``Precision`` to which rows are rounded; empty for as they are.
     """
 
     chain: str
     extent: Extent
     with_state: bool
+    precision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

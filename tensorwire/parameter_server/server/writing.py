@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -73,11 +74,12 @@ def write(
     """
     version = frozen.version
     with_state = version is None or version.with_state
+    rounded = Precision[version.precision] if version and version.precision else None
     with PartWriter(folder, part_name(shard)) as part:
         for name, ids in frozen.gone.items():
             part.add(gone_name(name), torch.from_numpy(ids))
         tables = {
-            name: _write_table(part, name, each, lock, with_state)
+            name: _write_table(part, name, each, lock, with_state, rounded)
             for name, each in frozen.tables.items()
         }
         dense = {
@@ -89,12 +91,19 @@ def write(
 
 
 def _write_table(
-    part: PartWriter, name: str, frozen: Frozen, lock: threading.Lock, with_state: bool
+    part: PartWriter,
+    name: str,
+    frozen: Frozen,
+    lock: threading.Lock,
+    with_state: bool,
+    rounded: Precision | None,
 ) -> dict[str, Any]:
     rule = frozen.rule
     saved = rule.saved if isinstance(rule, KeptRule) else saved_table(frozen.spec, rule)
     if not with_state:
         saved = without_state(saved)
+    if rounded is not None and saved.precision is Precision.FLOAT32:
+        saved = replace(saved, precision=rounded)
     columns = columns_of(saved).keys() - {"ids"}
     count = 0
     while True:
@@ -105,7 +114,9 @@ def _write_table(
         part.add(f"table/{name}/{count}/ids", torch.from_numpy(rows.ids))
         for column in sorted(columns):
             values = rows.columns[column]
-            part.add(f"table/{name}/{count}/{column}", _tensor(values, column, frozen.spec))
+            tensor = _tensor(values, column, frozen.spec)
+            rows_as = DTYPES[saved.precision] if column == "weight" else tensor.dtype
+            part.add(f"table/{name}/{count}/{column}", _rounded(tensor, rows_as))
         count += 1
     if frozen.candidates is not None and with_state:
         part.add(f"table/{name}/candidates", torch.from_numpy(np.stack(frozen.candidates)))
@@ -116,6 +127,14 @@ def _tensor(values: Any, column: str, spec: TableSpec) -> Tensor:
     if column == "weight" and spec.precision is not Precision.FLOAT32:
         return torch.from_numpy(values.view(np.int16)).view(DTYPES[spec.precision])
     return torch.from_numpy(values)
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values of another dtype, the nearest that there are; those beyond it become the largest."""
+    if values.dtype == dtype:
+        return values
+    most = torch.finfo(dtype).max
+    return values.clamp(-most, most).to(dtype)
 
 
 def _write_dense(

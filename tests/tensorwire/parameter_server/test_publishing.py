@@ -109,6 +109,27 @@ def test_versions_are_due_by_steps_and_hold_what_was_pushed(tmp_path: Path) -> N
         ps.read(tmp_path, "items", "state.sum")
 
 
+def test_rows_for_serving_are_rounded_to_the_nearest(tmp_path: Path) -> None:
+    def go() -> None:
+        cluster = ps.connect(["ps0"])
+        items = cluster.table("items", 2, ps.SGD(lr=1.0))
+        half = ps.Precision.FLOAT16
+        with pytest.raises(ValueError, match=r"precision=.*FLOAT16 rounds rows"):
+            cluster.publish(tmp_path, ps.Steps(1), state=True, precision=half)
+        items.push(torch.tensor([1, 2]), torch.tensor([[0.1, -7e4], [0.2, 0.3]]))
+        published = cluster.publish(tmp_path, ps.Steps(1), precision=half)
+        published.wait()
+        items.push(torch.tensor([2]), torch.tensor([[0.01, 0.02]]))
+        published.wait()
+        ids, rows = ps.read(tmp_path, "items")
+        wanted = items.pull(ids)
+        wanted[0, 1] = 65504.0
+        assert _kinds(tmp_path) == [Kind.BASE, Kind.DELTA]
+        assert torch.equal(rows, wanted.half())
+
+    train([go])
+
+
 def test_what_a_full_disk_did_not_take_is_in_the_next_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
