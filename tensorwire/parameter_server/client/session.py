@@ -251,7 +251,13 @@ class Session:
 
     def wait_until_safe(self, number: int, timeout: float | None) -> None:
         """Waits until a push is safe at all shards."""
-        self._await(lambda: number in self._errors or not self._kept.holds(number), timeout)
+        self._await(lambda: self._is_settled(number), timeout)
+        self._raise_error_of(number)
+
+    def _is_settled(self, number: int) -> bool:
+        return number in self._errors or not self._kept.holds(number)
+
+    def _raise_error_of(self, number: int) -> None:
         with self._naming_all_lost(), self._acting():
             self._raise_failure()
             error = self._errors.pop(number, None)
@@ -647,7 +653,7 @@ class Session:
             self._raise_failure()
             self._finishing = True
         number, _ = self.send(Whole(PushKind.FINISH))
-        self.wait_until_safe(number, None)
+        self._await_last_push(number)
         with self._acting():
             refused, self._errors = list(self._errors.values()), {}
         generation = self.view.generation
@@ -662,3 +668,27 @@ class Session:
         self.number = -1
         if refused:
             raise refused[0]
+
+    def _await_last_push(self, number: int) -> None:
+        """Waits until a push is safe, and says in the log at which servers it is not."""
+        log = extend.WaitLog(time.monotonic())
+        while True:
+            try:
+                self._await(lambda: self._is_settled(number), log.next_at() - time.monotonic())
+                break
+            except TimeoutError:
+                pass
+            if log.is_due(now := time.monotonic()):
+                _logger.warning(
+                    "finish has waited %.0f s until the pushes of trainer %r are safe at %s",
+                    now - log.began, self.client.name, self._not_safe(number),
+                )  # fmt: skip
+        self._raise_error_of(number)
+
+    def _not_safe(self, number: int) -> str:
+        """The servers that have not said of a push that it is safe."""
+        with self._condition:
+            shards = self._kept.missing(number)
+            heads = [self.view.shard(shard) for shard in shards]
+        names = {each.head.name for each in heads if each is not None and each.chain}
+        return ", ".join(sorted(names)) or "servers that are to take the place of lost ones"

@@ -49,6 +49,11 @@ class Unacknowledged:
         kept = self._kept.get(number)
         return None if kept is None else kept.whole
 
+    def missing(self, number: int) -> list[int]:
+        """The shards that have not said of a push that it is safe."""
+        kept = self._kept.get(number)
+        return [] if kept is None else sorted(kept.parts)
+
     def epoch(self, number: int) -> int:
         """The epoch by whose map a push was split; -1 if it is safe everywhere."""
         kept = self._kept.get(number)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 import rpc
+from rpc.runtime import wait_log
 from rpc.testing import MemoryHub, as_worker, local_group
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.client.patience import Patience
 from tests.tensorwire.parameter_server.clusters import server_names
+from tests.waiting import eventually
 
 _SECONDS = 60.0
 """A deadline that only a call that hangs reaches."""
@@ -117,3 +121,27 @@ def test_patience_begins_anew_after_an_answer_and_after_a_sleep() -> None:
     assert not patience.failed(0, 6.0)
     assert not patience.failed(0, 100.0)
     assert not patience.failed(1, 100.0)
+
+
+def test_finish_says_in_the_log_at_which_servers_pushes_are_not_safe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wait_log, "FIRST", (0.05,))
+    caplog.set_level(logging.WARNING)
+    hub, told = MemoryHub(), []
+    line = (  # a step is safe at none while one of them has not said that it has it
+        "finish has waited 0 s until the pushes of trainer 'trainer' are safe at ps0, ps1\n"
+    )
+
+    def thaw() -> None:
+        told.append(eventually(lambda: line in caplog.text, _SECONDS))
+        hub.thaw(1)
+
+    with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
+        cluster, _ = _connected()
+        hub.freeze(1)
+        thread = threading.Thread(target=thaw)
+        thread.start()
+        cluster.finish()
+        thread.join()
+    assert told == [True]
