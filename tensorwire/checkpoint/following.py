@@ -153,6 +153,8 @@ class Follower(Generic[T]):
                 self.held.version.number, self._source, error,
                 exc_info=None if is_known else error,
             )  # fmt: skip
+        if error is not None:
+            error.with_traceback(None)  # whose frames hold versions
 
     def _follow_on(self) -> None:
         way = self._source.route(self._held.version if self._held else None)

@@ -61,6 +61,12 @@ from tensorwire.parameter_server.errors import (
     UnreachableError,
 )
 from tensorwire.parameter_server.extracting import extract
+from tensorwire.parameter_server.following.model import (
+    FollowedModel,
+    FollowedTable,
+    FollowedView,
+    follow,
+)
 from tensorwire.parameter_server.hashing import hashed
 from tensorwire.parameter_server.reading import read
 from tensorwire.parameter_server.server.host import metrics, serve
@@ -86,6 +92,9 @@ __all__ = [
     "Feature",
     "Float16",
     "Float32",
+    "FollowedModel",
+    "FollowedTable",
+    "FollowedView",
     "GradientError",
     "Gradients",
     "Initialiser",
@@ -122,6 +131,7 @@ __all__ = [
     "connect",
     "convert",
     "extract",
+    "follow",
     "hashed",
     "metrics",
     "prefetch",

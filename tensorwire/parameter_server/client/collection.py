@@ -10,22 +10,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tensorwire.parameter_server.client.distinct import distinct, distinct_many
-from tensorwire.parameter_server.client.embedding import MODES, Lookup, in_order
+from tensorwire.parameter_server.client.embedding import (
+    MODES,
+    Lookup,
+    Rows,
+    in_order,
+    version_of,
+)
 from tensorwire.parameter_server.client.features import FeatureIds, feature_ids, given
 from tensorwire.parameter_server.client.gradient import watch
 from tensorwire.parameter_server.client.lookup import spread
 from tensorwire.parameter_server.client.pooling import Pooling, pooled
-from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.rows.device_memory import to_device
+
+
+class TableRows(Rows, Protocol):
+    """The part of a table that collections need: a cluster's, or one that is followed."""
+
+    cluster: Any
+    kind: Any
+    order: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +51,7 @@ class Feature:
         weighted: whether each id has a factor; only with ``mode="sum"``. Default False.
     """
 
-    table: Table
+    table: TableRows
     mode: str | None = None
     weighted: bool = False
 
@@ -106,7 +119,7 @@ class _Group:
     """
 
     features: tuple[int, ...]
-    tables: tuple[Table, ...]
+    tables: tuple[TableRows, ...]
     counts: tuple[int, ...]
 
 
@@ -142,7 +155,7 @@ class _Batch:
 class _Collection(Lookup):
     """The base of both collections."""
 
-    def __init__(self, features: Mapping[str, Table | Feature], mode: str) -> None:
+    def __init__(self, features: Mapping[str, TableRows | Feature], mode: str) -> None:
         super().__init__()
         where = type(self).__name__
         if not isinstance(features, Mapping) or not features:
@@ -180,7 +193,7 @@ class _Collection(Lookup):
         self.require_no_transform()
         where = type(self).__name__
         tensors = given(where, self._names, self._weighted, ids)
-        versions = [t._version if isinstance(t, Tensor) else _version(t) for t in tensors]
+        versions = [_version(each) for each in tensors]
         for place, batch in enumerate(self._batches):
             if batch.is_of(tensors, versions):
                 self._batches = self._batches[place + 1 :]
@@ -221,7 +234,8 @@ class _Collection(Lookup):
 
 def _version(tensor: Any) -> Any:
     if isinstance(tensor, Tensor):
-        return tensor._version
+        version = version_of(tensor)
+        return object() if version is None else version  # equal to nothing else
     if isinstance(tensor, tuple):
         return tuple([_version(each) for each in tensor])
     return tensor
@@ -292,7 +306,7 @@ class EmbeddingBagCollection(_Collection):
         found.values()                            # (2, users.dim + items.dim)
     """
 
-    def __init__(self, features: Mapping[str, Table | Feature], mode: str = "sum") -> None:
+    def __init__(self, features: Mapping[str, TableRows | Feature], mode: str = "sum") -> None:
         super().__init__(features, mode)
         self._modes = [each.mode for each in self.features.values()]
         dims = [each.table.dim for each in self.features.values()]
@@ -425,7 +439,7 @@ class EmbeddingCollection(_Collection):
         found["title"]                            # (1, 3, dim)
     """
 
-    def __init__(self, features: Mapping[str, Table | Feature]) -> None:
+    def __init__(self, features: Mapping[str, TableRows | Feature]) -> None:
         super().__init__(features, "sum")
         for name, each in features.items():
             if isinstance(each, Feature) and (each.weighted or each.mode is not None):

@@ -44,21 +44,21 @@ class _UniqueIds:
 
     Args:
         given: the ids as they were given.
-        version: of that tensor; another one if it was changed in place.
+        version: of that tensor; another one if it was changed in place, None if it does not say.
         unique: the different ids, without the one that pads.
         inverse: for each id its place in ``unique``, after ``padding`` has been put in.
         padding: where among ``unique`` the row of zeros belongs; None if there is none.
     """
 
     given: Tensor
-    version: int
+    version: int | None
     unique: Tensor
     inverse: Tensor
     padding: int | None
 
     def is_of(self, ids: Tensor) -> bool:
         """True if it was made of just this tensor."""
-        return self.given is ids and self.version == ids._version
+        return self.given is ids and self.version is not None and self.version == version_of(ids)
 
 
 class Lookup(nn.Module):
@@ -215,13 +215,18 @@ def in_order(unique: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     return unique, moved[places]
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """Another number after each change in place; None of what ``torch.inference_mode`` made."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def _unique_ids(ids: Tensor, padding_idx: int | None, ordered: bool) -> _UniqueIds:
     unique, inverse = in_order(*distinct(ids.long())) if ordered else distinct(ids.long())
     found = [] if padding_idx is None else torch.nonzero(unique == padding_idx).flatten().tolist()
     if not found:
-        return _UniqueIds(ids, ids._version, unique, inverse, None)
+        return _UniqueIds(ids, version_of(ids), unique, inverse, None)
     others = torch.cat((unique[: found[0]], unique[found[0] + 1 :]))
-    return _UniqueIds(ids, ids._version, others, inverse, found[0])
+    return _UniqueIds(ids, version_of(ids), others, inverse, found[0])
 
 
 class Embedding(_Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Final
 
@@ -54,12 +55,16 @@ class Index:
     def upsert(self, ids: Ints) -> Ints:
         """The row of each id; new ones get the next rows, in order."""
         if self.count + len(ids) > _FULL * len(self._table):  # maybe, as most may be there
-            self._make_room(int((self.find(ids) < 0).sum()))
+            self.reserve(int((self.find(ids) < 0).sum()))
         rows = np.empty(len(ids), np.int64)
         self.count = self._kernels.upsert(self._table, ids, rows, self.count)
         return rows
 
-    def _make_room(self, more: int) -> None:
+    def reserve(self, more: int) -> None:
+        """Makes room for so many more ids, so that the next :meth:`upsert` moves nothing.
+
+        Those who look ids up meanwhile find what was there before.
+        """
         wanted = self.count + more
         if wanted <= _FULL * len(self._table):
             return
@@ -72,6 +77,23 @@ class Index:
         table = _empty(size)
         self._kernels.rehash(self._table, table)
         self._take(table)
+
+    def assign(self, ids: Ints, rows: Ints) -> None:
+        """Gives ids these rows; those that are not there are put in."""
+        self.upsert(ids)
+        self._kernels.set_rows(self._table, ids, rows)
+
+    def discard(self, ids: Ints) -> None:
+        """Takes ids out, all of which are there, from an index whose rows :meth:`assign` gave."""
+        self._kernels.remove(self._table, ids)
+        self.count -= len(ids)
+
+    def ids(self, places: int) -> Iterator[Ints]:
+        """All ids, those of so many places of the index at a time."""
+        table = self._table
+        for begin in range(0, len(table), places):
+            part = table[begin : begin + places]
+            yield part[part[:, 1] != -1, 0]
 
     def remove(self, ids: Ints) -> None:
         """Takes ids out, all of which are there. Does not renumber the others."""

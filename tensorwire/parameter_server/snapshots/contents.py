@@ -190,6 +190,16 @@ class Restored:
 
     # --- tables
 
+    def count(self, name: str) -> int:
+        """The rows of a table that were written, each time that one was."""
+        stem, end = f"table/{name}/", "/ids"
+        return sum(
+            entry.shape[0]
+            for part in self.saved.parts.values()
+            for tensor, entry in part.tensors.items()
+            if tensor.startswith(stem) and tensor.endswith(end) and len(entry.shape) == 1
+        )
+
     def pieces(self, name: str) -> Iterator[tuple[TablePart, dict[str, Tensor]]]:
         """The pieces of a table: what its part says of it, and its columns, checked.
 
