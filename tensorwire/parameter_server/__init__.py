@@ -21,6 +21,7 @@ from tensorwire.parameter_server.client.exchange import Gradients
 from tensorwire.parameter_server.client.optimizer import Optimizer, Pushing, TrainerOptimizer
 from tensorwire.parameter_server.client.prefetch import prefetch
 from tensorwire.parameter_server.client.publishing import Publishing, Seconds, Steps
+from tensorwire.parameter_server.client.reader import Reader, WholeStep
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Reduce
 from tensorwire.parameter_server.declarations.initialisers import (
@@ -111,6 +112,7 @@ __all__ = [
     "Precision",
     "Publishing",
     "Pushing",
+    "Reader",
     "Reduce",
     "RestoreError",
     "RolledBack",
@@ -127,6 +129,7 @@ __all__ = [
     "Uniform",
     "UnreachableError",
     "UnusedFor",
+    "WholeStep",
     "Wire",
     "connect",
     "convert",

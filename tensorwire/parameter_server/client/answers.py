@@ -40,7 +40,8 @@ def joined(asked: PendingPull, specs: Mapping[str, Any]) -> Answer:
         whole = len(found) == len(values)
         dense[name] = joined_values(specs[name], asked.slots, found) if whole else None
     low = min((each.low for each in answers.values()), default=0)
-    return Answer(rows, dense, low, changes)
+    times = [each.time for each in answers.values()] or [0]
+    return Answer(rows, dense, low, changes, (min(times), max(times)))
 
 
 def _joined_changes(

@@ -40,6 +40,7 @@ from tensorwire.parameter_server.client.finding import (
     those_there,
 )
 from tensorwire.parameter_server.client.publishing import Every, Publishing, begin_publishing
+from tensorwire.parameter_server.client.reader import Reader
 from tensorwire.parameter_server.client.row_fetcher import RowFetcher
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.splitting import RowGradients, WholeDense
@@ -344,6 +345,30 @@ class Cluster:
         if verdict_on(self.session.worker, loader) is not Verdict.OVER:
             return loader
         return None if meeting.claim(key, found, me) == me else loader
+
+    def reader(self, timeout: float = 10.0) -> Reader:
+        """Reads whole steps: rows of all servers that are of one step, such as for an evaluator.
+
+        Args:
+            timeout: seconds in which a pull must find all servers at one step. Default 10.
+
+        Raises:
+            TypeError: ``timeout`` is no number.
+            ValueError: trainers are not kept together by ``BSP``, so there are no steps; or
+                ``timeout`` is negative.
+
+        Example::
+
+            whole = cluster.reader().pull({"items": ids}, dense=["model"])
+            print(whole.step, whole.tables["items"], whole.dense["model"])
+        """
+        number("reader", "timeout", timeout)
+        if not isinstance(self.consistency, BSP):
+            raise ValueError(
+                f"reader: the cluster has {self.consistency}, under which servers make no steps "
+                "together; only ps.BSP() has whole ones"
+            )
+        return Reader(self, timeout)
 
     # --- training
 

@@ -196,12 +196,14 @@ class Answer:
         low: pushes of the slowest trainer that are in it.
         changes: instead of ``rows``, if this trainer keeps rows: for each ``TableIds`` what each
             shard says.
+        times: pushes of the fastest trainer, at the shard with the fewest and with the most.
     """
 
     rows: list[Tensor]
     dense: Mapping[str, list[Tensor] | None]
     low: int
     changes: list[list[ShardChanges]] = field(default_factory=list)
+    times: tuple[int, int] = (0, 0)
 
 
 class Exchanging:

@@ -170,6 +170,7 @@ class Rows:
         version: of the chain by which the head answers.
         room: bytes that the server had left for rows when a push came last; -1 if none did.
         changed: of each of ``tables`` which rows are there; empty if all that were asked for.
+        time: pushes of the fastest trainer; under BSP the step that these rows are of.
     """
 
     tables: tuple[Packed, ...]
@@ -179,6 +180,7 @@ class Rows:
     version: int
     room: int = -1
     changed: tuple[Changed, ...] = ()
+    time: int = 0
 
 
 @dataclass(frozen=True, slots=True)
