@@ -217,8 +217,9 @@ class _Collection(Lookup):
             for table, rows in zip(self.tables, own, strict=True)
             if rows is not None and rows.requires_grad
         }
-        for group, ids in zip(self._groups, batch.ids, strict=True):
-            rows = to_device(group.tables[0].cluster.rows.fetch(ids), device)
+        fetched = self.tables[0].cluster.rows.fetch_all(batch.ids)
+        for group, ids, fresh in zip(self._groups, batch.ids, fetched, strict=True):
+            rows = to_device(fresh, device)
             if torch.is_grad_enabled():
                 gradients = [trained.get(table.name) for table in group.tables]
                 if any(gradients):

@@ -57,6 +57,14 @@ class RowFetcher:
         assert taken is not None
         return taken
 
+    def fetch_all(self, ids: Sequence[TableIds]) -> list[Tensor]:
+        """The rows of all that one forward pass looks up; see :meth:`fetch`.
+
+        Args:
+            ids: of tables, those of one kind together.
+        """
+        return [self.fetch(each) for each in ids]
+
     def _pull(self, ids: TableIds) -> Tensor:
         if not len(ids.ids):
             return torch.empty(0, self._cluster.known(ids.tables[0])[0].dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,9 +192,10 @@ class _Rows:
     def __init__(self, model: FollowedModel) -> None:
         self._model = model
 
-    def fetch(self, ids: TableIds) -> Tensor:
-        """See :meth:`FollowedView.fetch`."""
-        return self._model.view().fetch(ids)
+    def fetch_all(self, ids: Sequence[TableIds]) -> list[Tensor]:
+        """The rows of all that one forward pass looks up, of one version."""
+        view = self._model.view()
+        return [view.fetch(each) for each in ids]
 
 
 class FollowedModel:

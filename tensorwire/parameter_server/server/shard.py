@@ -155,9 +155,8 @@ class ShardServer:
             asked.call.answer(Unread(f"{type(error).__name__}: {error}", safe))
             return
         self.pulled += 1
-        version, room, time = effect.version, self.room, effect.time
-        rows = Rows(tables, dense, safe, effect.low, version, room, changed, time)
-        asked.call.answer(rows)
+        known = effect.low, effect.version, self.room
+        asked.call.answer(Rows(tables, dense, safe, *known, changed, effect.time))
 
     def _respond(self, call: Any, answer: Any) -> None:
         if isinstance(call, Call):

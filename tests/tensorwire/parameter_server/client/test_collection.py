@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,10 @@ class LocalRows:
         self.tables: dict[str, LocalTable] = {}
         self.fetched: list[TableIds] = []
 
-    def fetch(self, ids: TableIds) -> Tensor:
+    def fetch_all(self, ids: Sequence[TableIds]) -> list[Tensor]:
+        return [self._fetch(each) for each in ids]
+
+    def _fetch(self, ids: TableIds) -> Tensor:
         self.fetched.append(ids)
         own = zip(ids.tables, ids.ids.split(list(ids.sizes)), strict=True)
         return torch.cat([self.tables[name].weight[each] for name, each in own])

@@ -121,7 +121,7 @@ def test_a_delta_takes_the_memory_of_its_rows(tmp_path: Path) -> None:
             version = published.delta(step, {"items": random_rows(step, ids)})
             held = Held(version, taken(held, version))
         assert rows.capacity <= count * 1.03
-        assert held.value.tables["items"].rows.overlay.bytes < 0.1 * rows.bytes
+        assert len(held.value.tables["items"].rows.overlay.ids) == count // 100
         version = published.base(30, {"items": random_rows(99, range(50))}, [1])
         held = Held(version, taken(held, version))
         assert held.value.tables["items"].rows.rows is rows
@@ -190,6 +190,35 @@ def test_modules_serve_from_a_followed_model(tmp_path: Path) -> None:
             torch.testing.assert_close(bags(given)["item"], again.sum(1))
             single = ps.EmbeddingCollection({"item": items})
             assert torch.equal(copy.deepcopy(single)({"item": ids})["item"], again)
+
+
+def test_a_collections_lookup_in_many_tables_is_of_one_version(tmp_path: Path) -> None:
+    """A newer version takes its place while the tables of one forward pass are looked up."""
+    with Published(tmp_path) as published:
+        published.base(0, {"items": same(0, range(9)), "a/b c": same(0, range(9), 2)})
+        with _followed(tmp_path) as model:
+            items, users = model.table("items"), model.table("a/b c")
+            bags = ps.EmbeddingCollection({"item": items, "user": users})
+            ids = torch.tensor([[1, 2]])
+            newer = iter([1])
+
+            def publish_between() -> None:
+                for step in newer:
+                    rows = {"items": same(step, range(9)), "a/b c": same(step, range(9), 2)}
+                    published.delta(step, rows)
+                    model.wait_for(step=step, timeout=60)
+
+            fetch = ps.FollowedView.fetch
+
+            def slowly(view: ps.FollowedView, ids: Any) -> torch.Tensor:
+                found = fetch(view, ids)
+                publish_between()
+                return found
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ps.FollowedView, "fetch", slowly)
+                assert float(bags({"item": ids, "user": ids}).values().abs().max()) == 0
+            assert float(bags({"item": ids, "user": ids}).values().min()) == 1
 
 
 def test_rows_of_a_followed_table_get_no_gradient(tmp_path: Path) -> None:
