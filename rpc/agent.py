@@ -221,7 +221,7 @@ class Agent(process_forks.ForkAware):
         self.hurry = self.pulse.wake
         self.debug_info, self.metrics = report.debug_info, report.metrics
         self.work, self.is_quiet, self.under_way = report.work, report.is_quiet, report.under_way
-        self.name_of = report.name_of
+        self.get_debug_info, self.name_of = report.get_debug_info, report.name_of
         self.inventory, self.leaks = self.references.report.inventory, self.references.report.leaks
 
     @property

@@ -20,7 +20,7 @@ def _get_debug_info() -> dict[str, str]:
     autograd = agent.extensions.load(AUTOGRAD).debug_info()
     return {
         **_rref_context_get_debug_info(),
-        **agent.report.get_debug_info(),
+        **agent.get_debug_info(),
         **{name: str(count) for name, count in autograd.items()},
     }
 

@@ -24,7 +24,7 @@ def pair() -> Iterator[list[Agent]]:
 def test_everything_is_the_sum_of_its_parts(pair: list[Agent]):
     parts = [
         rpc._rref_context_get_debug_info(),
-        pair[0].report.get_debug_info(),
+        pair[0].get_debug_info(),
         autograd_dist._get_debug_info(),
     ]
     everything = rpc._get_debug_info()
@@ -34,8 +34,8 @@ def test_everything_is_the_sum_of_its_parts(pair: list[Agent]):
 
 
 def test_threads_and_calls_are_counted(pair: list[Agent]):
-    assert pair[0].report.get_debug_info()["agent.thread_pool_size"] == "7"
-    assert pair[0].report.get_debug_info()["agent.client_active_calls"] == "0"
+    assert pair[0].get_debug_info()["agent.thread_pool_size"] == "7"
+    assert pair[0].get_debug_info()["agent.client_active_calls"] == "0"
 
 
 def test_a_value_counts_as_owned_while_another_worker_holds_it(pair: list[Agent]):
@@ -67,8 +67,8 @@ def test_a_creation_under_way_is_a_pending_future(pair: list[Agent]):
 
 
 def test_waiting_for_the_interpreter_lock_is_measured_on_request(pair: list[Agent]):
-    assert "agent.gil_average_wait_time_us" not in pair[0].report.get_debug_info()
+    assert "agent.gil_average_wait_time_us" not in pair[0].get_debug_info()
     rpc.enable_gil_profiling(True)
-    assert float(pair[0].report.get_debug_info()["agent.gil_average_wait_time_us"]) >= 0
+    assert float(pair[0].get_debug_info()["agent.gil_average_wait_time_us"]) >= 0
     rpc.enable_gil_profiling(False)
-    assert "agent.gil_average_wait_time_us" not in pair[0].report.get_debug_info()
+    assert "agent.gil_average_wait_time_us" not in pair[0].get_debug_info()
