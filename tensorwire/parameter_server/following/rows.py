@@ -31,6 +31,7 @@ from tensorwire.parameter_server.rows.memory import Column
 
 GONE: Final = -2
 """Where an overlay says that an id of the index has no row any more."""
+_NOTHING: Final[Ints] = np.empty(0, np.int64)
 _CHUNK: Final = 4096
 """Entries that are put into the index while readers wait."""
 _SCAN: Final = 1 << 18
@@ -81,14 +82,18 @@ class Overlay:
     Args:
         ids: all different.
         places: of their rows; ``GONE`` of those that have none.
+        index: numbers the ids in this order.
     """
 
-    def __init__(self, ids: Ints, places: Ints) -> None:
+    def __init__(self, ids: Ints, places: Ints, index: Index) -> None:
         self.ids = ids
         self.places = places
-        self._index = Index(kernels())
-        self._index.reserve(len(ids))
-        self._index.upsert(ids)
+        self._index = index
+
+    @classmethod
+    def of(cls, ids: Ints, places: Ints) -> Overlay:
+        """One whose index is still to be made."""
+        return cls(ids, places, _index_of(ids)[0])
 
     @property
     def bytes(self) -> int:
@@ -102,13 +107,15 @@ class Overlay:
             known = found >= 0
             places[known] = self.places[found[known]]
 
-    def extended(self, ids: Ints, places: Ints) -> Overlay:
-        """One that knows these ids, too; of those that it knows, these places hold."""
-        old = self._index.find(ids)
+    def extended(self, by: Overlay) -> Overlay:
+        """One that knows the ids of both; of those that both know, the places of ``by`` hold."""
+        if not len(self.ids):
+            return by
+        old = self._index.find(by.ids)
         kept = np.ones(len(self.ids), bool)
         kept[old[old >= 0]] = False
-        return Overlay(
-            np.concatenate((self.ids[kept], ids)), np.concatenate((self.places[kept], places))
+        return Overlay.of(
+            np.concatenate((self.ids[kept], by.ids)), np.concatenate((self.places[kept], by.places))
         )
 
 
@@ -208,7 +215,7 @@ class TableRows:
         self._replaced = []
         overlay = newest.overlay
         self._enter(overlay.ids, overlay.places)
-        newest.overlay = Overlay(overlay.ids[:0], overlay.places[:0])
+        newest.overlay = Overlay.of(_NOTHING, _NOTHING)
 
     def _enter(self, ids: Ints, places: Ints) -> None:
         there = places >= 0
@@ -340,37 +347,42 @@ class Change:
         Raises:
             SnapshotError: an id came twice.
         """
-        nothing = np.empty(0, np.int64)
-        before, self._overlay, self._replaced = self._before, Overlay(nothing, nothing), nothing
+        before, self._overlay, self._replaced = self._before, self._latest(), _NOTHING
         if before is not None:
-            ids, places = self._latest()
-            old = before.find(ids)
+            old = before.find(self._overlay.ids)
             self._replaced = old[old >= 0]
-            self._count += int((places >= 0).sum()) - len(self._replaced)
-            self._overlay = before.overlay.extended(ids, places)
+            self._count += int((self._overlay.places >= 0).sum()) - len(self._replaced)
+            self._overlay = before.overlay.extended(self._overlay)
 
     def finish(self) -> RowsView:
         """The view of the new version."""
         return self._rows.finish(self._overlay, self._count, self._replaced)
 
-    def _latest(self) -> tuple[Ints, Ints]:
+    def _latest(self) -> Overlay:
         """Each id once, with its place: that of its row, if it also went."""
         if not self._ids:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
+            return Overlay.of(_NOTHING, _NOTHING)
         ids, places = np.concatenate(self._ids), np.concatenate(self._places)
-        index = Index(kernels())
-        index.reserve(len(ids))
-        at = index.upsert(ids)
+        self._ids.clear()
+        self._places.clear()
+        index, at = _index_of(ids)
         came = places >= 0
-        if len(np.unique(at[came])) != int(came.sum()):
-            raise SnapshotError("an id is there twice")
         found = np.full(index.count, GONE, np.int64)
         found[at[came]] = places[came]
+        if int((found >= 0).sum()) != int(came.sum()):
+            raise SnapshotError("an id is there twice")
         once = np.empty(index.count, np.int64)
         once[at] = ids
-        return once, found
+        return Overlay(once, found, index)
 
     def undo(self) -> None:
         """Leaves everything as it was before."""
         for each in self._taken:
             self._rows.give_back(each)
+
+
+def _index_of(ids: Ints) -> tuple[Index, Ints]:
+    """An index that numbers ids from 0, and the number of each."""
+    index = Index(kernels())
+    index.reserve(len(ids))
+    return index, index.upsert(ids)

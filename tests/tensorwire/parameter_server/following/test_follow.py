@@ -25,6 +25,8 @@ from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.errors import DeclarationError, SnapshotError
 from tensorwire.parameter_server.following.content import Content, initialiser_of, taken
 from tensorwire.parameter_server.following.rows import TableRows
+from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.rows.index import Index
 from tests import waiting
 from tests.tensorwire.checkpoint.folders import flip
 from tests.tensorwire.parameter_server.clusters import train
@@ -121,7 +123,12 @@ def test_a_delta_takes_the_memory_of_its_rows(tmp_path: Path) -> None:
             version = published.delta(step, {"items": random_rows(step, ids)})
             held = Held(version, taken(held, version))
         assert rows.capacity <= count * 1.03
-        assert len(held.value.tables["items"].rows.overlay.ids) == count // 100
+        view = held.value.tables["items"].rows
+        index = Index(kernels())
+        index.upsert(np.arange(count))
+        assert rows.bytes + view.overlay.bytes <= 1.2 * (count * 4 * 4 + index.bytes)
+        assert len(view.overlay.ids) == count // 100
+        del view
         version = published.base(30, {"items": random_rows(99, range(50))}, [1])
         held = Held(version, taken(held, version))
         assert held.value.tables["items"].rows.rows is rows
