@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,9 @@ from tensorwire.parameter_server.storage import updates
 from tensorwire.parameter_server.storage.last_changes import Numbering
 from tensorwire.parameter_server.storage.row_store import HostRows
 from tensorwire.parameter_server.storage.table import Part, Places, Table
+
+_plain_of = attrgetter("plain")
+"""The store of a table that is kept like others; None for one that is not. Calls no Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,8 @@ def pull(
     ends = [0, *accumulate(sizes)]
     layouts = [table.layout for table in tables]
     rows = np.empty(len(ids), np.int64)
-    plain = [table.plain for table in tables if table.plain is not None]
-    if k.UPDATES is None or len(tables) == 1 or len(plain) < len(tables):
+    plain: list[HostRows] = list(map(_plain_of, tables))
+    if k.UPDATES is None or len(tables) == 1 or not all(plain):
         for begin, end, table in zip(ends, ends[1:], tables, strict=False):
             rows[begin:end] = table.pull(ids[begin:end], out[begin:end], time).rows
         return ManyPlaces(rows, layouts)
@@ -97,7 +101,7 @@ def find(
     """The row of each id; arguments as of :func:`pull`."""
     ends = [0, *accumulate(sizes)]
     rows = np.empty(len(ids), np.int64)
-    if k.UPDATES is None or any(table.plain is None for table in tables):
+    if k.UPDATES is None or not all(map(_plain_of, tables)):
         for begin, end, table in zip(ends, ends[1:], tables, strict=False):
             rows[begin:end] = table.find(ids[begin:end], time)
     else:
@@ -133,8 +137,8 @@ def read(
 ) -> None:
     """Writes rows that were found into ``out``, or the initial values of ids without one."""
     ends = [0, *accumulate(sizes)]
-    plain = [table.plain for table in tables if table.plain is not None]
-    if k.UPDATES is None or len(plain) < len(tables):
+    plain: list[HostRows] = list(map(_plain_of, tables))
+    if k.UPDATES is None or not all(plain):
         for begin, end, table in zip(ends, ends[1:], tables, strict=False):
             table.read(rows[begin:end], ids[begin:end], out[begin:end])
         return
@@ -175,8 +179,8 @@ def apply(
         time: steps of the fastest trainer, this one included.
         share: what the sums of gradients are divided by; None for nothing.
     """
-    plain = [table.plain for table in tables if table.plain is not None]
-    if len(tables) == 1 or len(plain) < len(tables) or not _are_batched(k, tables):
+    plain: list[HostRows] = list(map(_plain_of, tables))
+    if len(tables) == 1 or not all(plain) or not _are_batched(k, tables):
         for place, table in enumerate(tables):
             table.apply([part.of(place) for part in parts], time, share)
         return
