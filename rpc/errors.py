@@ -27,7 +27,11 @@ back as their own type (see ``remote_errors``).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+NOBODY_LISTENS: Final = "nobody listens at its address any more"
+ANOTHER_ANSWERS: Final = "what answers at its address says: "
+"""The words in which a loss is reported; what follows the second may be a stranger's."""
 
 
 class RpcError(RuntimeError):
@@ -80,6 +84,7 @@ class WorkerLostError(RpcError):
         name: the lost worker's name.
         incarnation: which life of that name was lost.
         reason: what was observed, for people.
+        has_ended: its process has certainly ended.
     """
 
     _fate = "was lost"
@@ -89,6 +94,15 @@ class WorkerLostError(RpcError):
         self.name = name
         self.incarnation = incarnation
         self.reason = reason
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its process has certainly ended, as nobody listens at its address.
+
+        Otherwise it may have ended, too, or is stopped or cut off. Whoever noticed that told the
+        others in the reason.
+        """
+        return NOBODY_LISTENS in self.reason.partition(ANOTHER_ANSWERS)[0]
 
     def __reduce__(self) -> tuple[type[WorkerLostError], tuple[Any, ...]]:
         return type(self), (self.name, self.incarnation, self.reason)

@@ -73,5 +73,23 @@ def test_a_lost_worker_is_named_with_its_life_and_the_reason():
     assert (error.name, error.incarnation, error.reason) == ("w1", 3, "it crashed")
 
 
+@pytest.mark.parametrize(
+    ("reason", "has_ended"),
+    [
+        ("the connection broke, and nobody listens at its address any more", True),
+        (
+            "worker 'a' declared it lost: it hung up, and nobody listens at its address any more",
+            True,
+        ),
+        ("it gave no sign of life for 3.0 s", False),
+        ("what answers at its address says: nobody listens at its address any more", False),
+    ],
+)
+def test_a_worker_has_certainly_ended_if_nobody_listens_at_its_address(
+    reason: str, has_ended: bool
+):
+    assert WorkerLostError("w1", 3, reason).has_ended is has_ended
+
+
 def test_a_timeout_says_only_what_it_was_given():
     assert str(RpcTimeoutError("RPC ran for more than")) == "RPC ran for more than"

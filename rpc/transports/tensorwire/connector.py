@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rpc.errors import ANOTHER_ANSWERS, NOBODY_LISTENS
 from rpc.runtime.text import says
 from rpc.transports.tensorwire.address import TensorWireAddress, unix_path
 from rpc.transports.tensorwire.handshake import (
@@ -286,9 +287,9 @@ class Connector:
         try:
             return self._open_one(endpoint, hello)
         except ConnectionRefusedError:
-            raise GoneError("nobody listens at its address any more") from None
+            raise GoneError(NOBODY_LISTENS) from None
         except HandshakeError as error:
-            raise GoneError(f"what answers at its address says: {error}") from None
+            raise GoneError(f"{ANOTHER_ANSWERS}{error}") from None
         finally:
             self._open.clear()
 

@@ -121,8 +121,8 @@ def latest_life(worker: extend.Worker, name: str) -> Latest | None:
         return Latest(worker.life_of(name).incarnation, True)
     except rpc.WorkerLostError as error:
         mine = error.name == name  # else the group has expelled this worker
-        left = isinstance(error, rpc.WorkerLeftError)
-        return Latest(error.incarnation, False, left) if mine else CUT_OFF
+        is_proven = isinstance(error, rpc.WorkerLeftError) or error.has_ended
+        return Latest(error.incarnation, False, is_proven) if mine else CUT_OFF
     except rpc.UnknownWorkerError:
         return None
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,6 +50,15 @@ class Processes(ProcessGroup):
     def __init__(self, folder: Path, backend: str) -> None:
         super().__init__(folder, backend, _join)
         self.clusters = 0
+
+    def kill_at_once(self, *names: str) -> None:
+        """Kills several before anybody can hear of the first."""
+        for name in names:
+            self.workers[name].send_signal(signal.SIGKILL)
+        for name in names:
+            worker = self.workers.pop(name)
+            worker.process.join()
+            worker.end()
 
     def begin(self, name: str, function: Any, *args: Any) -> None:
         self.workers[name].begin(function, *args)
@@ -412,6 +423,21 @@ def _whole(folder: Path) -> list[Path]:
     return [each for each in found if ".tmp" not in each.name]
 
 
+# --- state that is lost
+
+
+def _push_until_lost(name: str, progress: str) -> str:
+    """Pushes until the cluster cannot go on; returns why."""
+    cluster = ps.connect(server_names(3), backups=1, trainers=1, name=name)
+    table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+    try:
+        while True:
+            table.push(torch.arange(100), -torch.ones(100, 2))
+            Path(progress).touch()
+    except ps.ParameterServerError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 # --- tests
 
 
@@ -439,6 +465,20 @@ def test_a_killed_head_with_a_backup_disturbs_no_bit(
 def test_every_push_counts_once_when_a_head_is_killed(groups: Groups, kill_seed: int) -> None:
     with groups.one() as group:
         _kill_while_counting(group, kill_seed)
+
+
+def test_trainers_hear_at_once_that_all_servers_of_a_share_have_died(
+    groups: Groups, tmp_path: Path
+) -> None:
+    """The one that is left is no majority, but the end of the others is certain."""
+    with groups.one() as group:
+        name, progress = group.new_cluster(), tmp_path / "progress"
+        group.begin("trainer0", _push_until_lost, name, str(progress))
+        waiting.until(progress.exists, _SECONDS)
+        group.kill_at_once("ps0", "ps1")
+        assert re.match(
+            r"ServerLostError: all servers of shard .* were lost", group.result("trainer0")
+        )
 
 
 @pytest.mark.kills(20)
