@@ -35,6 +35,11 @@ and TorchRec's fused collection in one process, where that is installed or ``--t
 ``memory``: fills a table of 20 million rows of 16, and tells the server's memory.
 ``published``: fills it, publishes a base, changes one row in 100, and publishes a delta.
 ``steps``: does 100 000 small steps, and tells the memory of both on the way.
+``ahead``: the click model's collection with 1, 2 and 4 batches ahead, trainer and server in
+networks of their own, between which a relay delays packets by 1 and 5 ms and bounds the rate; tells
+messages, rows and bytes of a step, too. It needs root.
+``click``: ``--tables`` with 26 tables and 1 and 2 servers, 200 tables and 512 examples, 10 features
+with 1 to 20 ids each; and one big table beside an earlier checkout, ``--before``, in turn.
 
 All programs are alive at the same time; the measurement goes round them, and those whose turn it
 is not are stopped. Each number is the median over the rounds, with its quartiles.
@@ -54,11 +59,9 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from benchmarks.parameter_server import by_hand, many, memory, ours, published
+from benchmarks.parameter_server import ahead, by_hand, many, memory, ours, pairs, published
 from benchmarks.parameter_server.case import BATCHES, Case, Program
 from benchmarks.stepping import SteppingGroup
-
-_KINDS = ("tables", "dense", "backups", "rows", "memory", "steps", "published")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +167,7 @@ def _tables(options: argparse.Namespace, case: Case) -> str:
 
 
 def _many(options: argparse.Namespace) -> str:
-    case = many.Many(
-        options.table_rows, options.batch, options.width, 1, 0.0, options.tables, options.most,
-        options.servers, options.torchrec,
-    )  # fmt: skip
+    case = _case_of_many(options, options.tables, 1)
     programs = dict(many.PROGRAMS)
     is_there = bool(options.torchrec) or not by_hand.missing("torchrec")
     if is_there:
@@ -175,12 +175,22 @@ def _many(options: argparse.Namespace) -> str:
     chosen = {n: p for n, p in programs.items() if n in (many.BASE, *(options.only or programs))}
     columns = _settings(chosen, case, options.threads, 1 + case.servers)
     found = compare(columns, options.rounds, options.steps)
-    head = (
+    also = "" if is_there else "\nnot installed, so not compared: torchrec"
+    return f"{_name(case)}\n{table(found, many.BASE, 'threads')}{also}"
+
+
+def _case_of_many(options: argparse.Namespace, tables: int, threads: int) -> many.Many:
+    return many.Many(
+        options.table_rows, options.batch, options.width, threads, 0.0, tables, options.most,
+        options.servers, options.torchrec,
+    )  # fmt: skip
+
+
+def _name(case: many.Many) -> str:
+    return (
         f"{case.tables} tables of {case.dim}, batch {case.ids}, 1 to {case.most} ids, "
         f"{case.servers} servers"
     )
-    also = "" if is_there else "\nnot installed, so not compared: torchrec"
-    return f"{head}\n{table(found, many.BASE, 'threads')}{also}"
 
 
 def _dense(options: argparse.Namespace, case: Case) -> str:
@@ -222,9 +232,31 @@ def _published(options: argparse.Namespace, case: Case) -> str:
     return published.published_rows(replace(case, rows=options.many_rows, dim=16, threads=1))
 
 
-_SECTIONS = dict(
-    zip(_KINDS, (_tables, _dense, _backups, _rows, _memory, _steps, _published), strict=True)
-)
+def _ahead(options: argparse.Namespace, case: Case) -> str:
+    tables = replace(_case_of_many(options, options.tables or 26, options.threads[0]), servers=1)
+    return f"{_name(tables)}, at {options.megabits:g} Mbit/s\n" + ahead.compare(
+        tables, options.delays, options.known, options.megabits, options.rounds, options.steps
+    )
+
+
+def _click(options: argparse.Namespace, case: Case) -> str:
+    batch, fewer = options.batch, max(1, options.batch // 4)
+    for tables, examples, most, servers in (
+        (26, batch, 1, 1),
+        (26, batch, 1, 2),
+        (200, fewer, 1, 1),
+        (10, batch, 20, 1),
+    ):
+        sizes = {"tables": tables, "batch": examples, "most": most, "servers": servers}
+        print(f"\n{_many(argparse.Namespace(**vars(options) | sizes))}", flush=True)
+    arguments = ["--quick"] if options.quick else ["--rounds", "3", "--steps", str(options.steps)]
+    return pairs.compare(options.before, arguments, options.pairs)
+
+
+_SECTIONS = {
+    "tables": _tables, "dense": _dense, "backups": _backups, "rows": _rows, "memory": _memory,
+    "steps": _steps, "ahead": _ahead, "click": _click, "published": _published,
+}  # fmt: skip
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -232,7 +264,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("kinds", nargs="*", default=[], metavar="kind", help=f"of {', '.join(_KINDS)} (tables)")
+    add("kinds", nargs="*", default=[], metavar="kind", help=f"of {', '.join(_SECTIONS)} (tables)")
     add("--quick", action="store_true", help="as small as can be, to see that all of it runs")
     add("--rows", type=int, default=1_000_000, help="(%(default)s)")
     add("--ids", type=int, default=65_536, help="in a batch (%(default)s)")
@@ -243,6 +275,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=16, help="columns of each of --tables (%(default)s)")
     add("--table-rows", type=int, default=100_000, help="of the largest (%(default)s)")
     add("--servers", type=int, default=1, choices=[1, 2], help="with --tables (%(default)s)")
+    add("--known", type=int, nargs="+", default=[1, 2, 4], help="batches, of ahead (1 2 4)")
+    add("--delays", type=float, nargs="+", default=[1, 5], help="ms one way, of ahead (1 5)")
+    add("--megabits", type=float, default=1000, help="a second, of ahead; 0: any (%(default)s)")
+    add("--before", default="", metavar="FOLDER", help="an earlier checkout, for click")
+    add("--pairs", type=int, default=3, help="of click (%(default)s)")
     add("--torchrec", default="", metavar="FOLDER", help="where TorchRec is installed")
     add("--megabytes", type=float, default=64.0, help="of dense parameters (%(default)s)")
     add("--threads", type=int, nargs="+", default=[1, 2], help="of torch (%(default)s)")
@@ -252,9 +289,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--many-rows", type=int, default=20_000_000, help="to fill memory with (%(default)s)")
     add("--many-steps", type=int, default=100_000, help="to see memory stay (%(default)s)")
     options = parser.parse_args(arguments)
-    strange = [each for each in options.kinds if each not in _KINDS]
+    strange = [each for each in options.kinds if each not in _SECTIONS]
     if strange:
-        parser.error(f"{strange[0]!r} is none of {', '.join(_KINDS)}")
+        parser.error(f"{strange[0]!r} is none of {', '.join(_SECTIONS)}")
     if options.quick:
         vars(options).update(rows=2000, ids=256, dim=8, megabytes=0.25, threads=[1], rounds=2)
         vars(options).update(steps=2, many_rows=1 << 19, many_steps=2000)

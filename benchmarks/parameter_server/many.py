@@ -76,12 +76,21 @@ class Way(enum.Enum):
     MODULES = enum.auto()
 
 
-def ours(way: Way, is_ahead: bool, case: Case, rank: int, meeting: str) -> Step | None:
+def ours(way: Way, ahead: int, case: Case, rank: int, meeting: str) -> Step | None:
     """A collection, or a module for each table."""
     assert isinstance(case, Many)
     join(rank, meeting, 1 + case.servers)
-    if rank:
-        return None
+    return None if rank else training(way, ahead, case)[1]
+
+
+def training(way: Way, ahead: int, case: Many) -> tuple[ps.Cluster, Step]:
+    """The trainer of :func:`ours`, which has joined.
+
+    Args:
+        way: the modules.
+        ahead: batches that are known before they train; 0 to fetch rows on demand.
+        case: what is trained.
+    """
     cluster = ps.connect(list(_NAMES[: case.servers]))
     names = [f"f{place}" for place in range(case.tables)]
     rule = ps.RowwiseAdagrad(LR, EPS)
@@ -98,13 +107,13 @@ def ours(way: Way, is_ahead: bool, case: Case, rank: int, meeting: str) -> Step 
         {n: _nested(*bag, case.most) for n, bag in zip(names, bags, strict=True)}
         for bags in case.bags()
     ])  # fmt: skip
-    if is_ahead:
+    if ahead:
         by_name: Callable[[dict[str, Tensor]], dict[str, Tensor]] = (
             (lambda batch: batch)
             if way is Way.COLLECTION
             else (lambda batch: {f"bags.{n}": each for n, each in batch.items()})
         )
-        batches = iter(ps.prefetch(batches, model, ids=by_name))
+        batches = iter(ps.prefetch(batches, model, ids=by_name, ahead=ahead))
 
     def vectors(batch: dict[str, Tensor]) -> Tensor:
         if isinstance(lookup, nn.ModuleDict):
@@ -117,7 +126,7 @@ def ours(way: Way, is_ahead: bool, case: Case, rank: int, meeting: str) -> Step 
         torch.autograd.backward(_loss(net, vectors(next(batches))))
         optimizer.step()
 
-    return step
+    return cluster, step
 
 
 def _cycled(batches: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -282,10 +291,10 @@ def torchrec_here(case: Case, rank: int, meeting: str) -> Step | None:
 
 BASE = "collection, ahead"
 PROGRAMS: dict[str, Program] = {
-    BASE: partial(ours, Way.COLLECTION, True),
-    "collection, on demand": partial(ours, Way.COLLECTION, False),
-    "modules, ahead": partial(ours, Way.MODULES, True),
-    "modules, on demand": partial(ours, Way.MODULES, False),
+    BASE: partial(ours, Way.COLLECTION, 1),
+    "collection, on demand": partial(ours, Way.COLLECTION, 0),
+    "modules, ahead": partial(ours, Way.MODULES, 1),
+    "modules, on demand": partial(ours, Way.MODULES, 0),
     "by hand, torch RPC": by_hand_over_torch,
     "by hand, our RPC": by_hand_over_ours,
     "modules, one process": modules_here,

@@ -1,4 +1,4 @@
-"""One worker's account of its exchanges: where its time goes, and how old what it pulls is."""
+"""One worker's account of its exchanges: where its time goes, and what and how old it pulls."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ class Account:
         seconds: by stage: packing and sending, and waiting for answers.
         staleness: how many pulls lacked so many pushes of the slowest trainer, counted from
             those that their sender had made.
+        rows: that were pulled: those that somebody waited for, and those of later batches that
+            came beside steps.
     """
 
     def __init__(self) -> None:
         self.seconds = {"sending": 0.0, "waiting": 0.0}
         self.staleness: Counter[int] = Counter()
+        self.rows = {"waited for": 0, "beside steps": 0}
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -47,8 +50,18 @@ class Account:
         """Counts an answer, and returns it."""
         if asked.step != AT_ONCE:
             self.staleness[max(0, asked.step - answer.low)] += 1
+        kind = "beside steps" if asked.is_aside else "waited for"
+        for rows in answer.rows:
+            self.rows[kind] += rows.shape[0]
+        for parts in answer.changes:
+            for part in parts:
+                self.rows[kind] += part.rows.shape[0]
         return answer
 
     def told(self) -> dict[str, Any]:
         """For ``Cluster.stats``."""
-        return {"staleness": dict(sorted(self.staleness.items())), "seconds": dict(self.seconds)}
+        return {
+            "staleness": dict(sorted(self.staleness.items())),
+            "seconds": dict(self.seconds),
+            "rows": dict(self.rows),
+        }

@@ -149,6 +149,7 @@ class Cluster:
         meanwhile: done once, while the next step waits for servers; None for nothing.
         publishing: the versions that this trainer publishes; None if it does not.
         rows: fetches the rows that modules look up.
+        account: of this worker's exchanges.
     """
 
     def __init__(self, session: Session, nans: NanPolicy) -> None:
@@ -159,7 +160,7 @@ class Cluster:
         self.bad_steps = 0
         self.meanwhile: Callable[[], object] | None = None
         self.publishing: Publishing | None = None
-        self._account = Account()
+        self.account = Account()
         self._tables: dict[str, Table] = {}
         self._dense: WeakValueDictionary[str, DenseGroup] = WeakValueDictionary()
         self._named: dict[str, list[weakref.ref[Tensor]]] = {}
@@ -252,7 +253,7 @@ class Cluster:
         """The second half: has servers begin with these values, or gets theirs."""
         group = self._dense[spec.name] = DenseGroup(self, spec, optimizer)
         self._named[spec.name] = [weakref.ref(each) for each in group.parameters]
-        with self._account.stopped():
+        with self.account.stopped():
             self._load(group)
         return group
 
@@ -505,7 +506,7 @@ class Cluster:
         if push is not None or skip:
             self.join()
         gone: Whole | None = None
-        with self._account.timed("sending"):
+        with self.account.timed("sending"):
             if push is not None or skip:
                 gone = self._whole(push)
             number, asked = self.session.send(gone, wanted, dense, known)
@@ -516,9 +517,9 @@ class Cluster:
 
         def finish(timeout: float | None) -> Answer | None:
             try:
-                with self._account.timed("waiting"):
+                with self.account.timed("waiting"):
                     if asked is not None:
-                        return self._account.counted(asked, self.session.wait_for(asked, timeout))
+                        return self.account.counted(asked, self.session.wait_for(asked, timeout))
                     if number >= 0:
                         self.session.wait_until_safe(number, timeout)
                 return None
@@ -529,15 +530,15 @@ class Cluster:
 
     def send_aside(self, wanted: Sequence[TableIds], known: Sequence[KnownRows]) -> PendingPull:
         """Pulls rows of later batches, beside a step; arguments as of :meth:`send`."""
-        with self._account.timed("sending"):
+        with self.account.timed("sending"):
             _, asked = self.session.send(None, wanted, (), known, is_aside=True)
         assert asked is not None
         return asked
 
     def wait_aside(self, asked: PendingPull) -> Answer:
         """Waits for the answer to :meth:`send_aside`."""
-        with self._account.timed("waiting"):
-            return self.session.wait_for(asked, None)
+        with self.account.timed("waiting"):
+            return self.account.counted(asked, self.session.wait_for(asked, None))
 
     def use_the_wait(self) -> None:
         """Does what was left for a time at which this trainer waits."""
@@ -724,7 +725,7 @@ class Cluster:
             "step": self.step,
             "bad_steps": self.bad_steps,
             "rollbacks": self.session.rollbacks,
-            **self._account.told(),
+            **self.account.told(),
         }
 
 
