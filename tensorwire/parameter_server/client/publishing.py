@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import rpc
-from tensorwire.checkpoint import CheckpointError
 from tensorwire.checkpoint.chain import Kind, Version, VersionFile
 from tensorwire.checkpoint.chain_writer import ChainWriter
 from tensorwire.checkpoint.shard_file import require_safetensors
@@ -177,7 +175,15 @@ class Publishing:
         return self._thread.is_alive() and not self._is_stopping
 
     def take(self) -> None:
-        """Makes a version due now, beside those that are due anyway; see :meth:`wait`."""
+        """Makes a version due now, beside those that are due anyway; see :meth:`wait`.
+
+        Raises:
+            ParameterServerError: it was stopped, or this worker has left the cluster.
+        """
+        if not self.is_running:
+            raise errors.ParameterServerError(
+                f"nothing is published into {str(self.folder)!r} any more; call cluster.publish"
+            )
         with self._changed:
             self._due.want()
             self._changed.notify_all()
@@ -201,7 +207,9 @@ class Publishing:
                 if left is not None and left <= 0:
                     raise TimeoutError(f"versions that are due were not written in {timeout} s")
                 self._changed.wait(left)
-            error = self._error
+            error, is_over = self._error, self._ended < wanted
+        if is_over:
+            raise errors.SnapshotError("a version was due, but this worker has left the cluster")
         if error is not None:
             raise errors.SnapshotError(f"the last version was not published: {error}") from error
 
@@ -229,12 +237,15 @@ class Publishing:
     def _run(self) -> None:
         with self._writer:
             while self._wait_until_due():
+                error: Exception | None = None
                 try:
                     self._take()
-                    error = None
-                except (errors.ParameterServerError, rpc.RpcError, CheckpointError, OSError) as e:
-                    error = e
-                    _logger.warning("version of %s was not published: %s", self.folder, e)
+                except Exception as failed:  # whatever it is, the next one may be published
+                    error = failed
+                    _logger.warning(
+                        "a version was not published into %s; the next one holds what it should "
+                        "have: %s: %s", self.folder, type(failed).__name__, failed,
+                    )  # fmt: skip
                 with self._changed:
                     self._error, self._ended = error, self._begun
                     self._is_stopping |= self._cluster.session.is_closed

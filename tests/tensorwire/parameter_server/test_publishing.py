@@ -19,6 +19,7 @@ from tensorwire.checkpoint.chain import Chain, Kind
 from tensorwire.parameter_server.client import publishing
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.reading import read_dense
+from tests import waiting
 from tests.tensorwire.checkpoint.folders import flip
 from tests.tensorwire.parameter_server.clusters import train
 
@@ -100,6 +101,8 @@ def test_versions_are_due_by_steps_and_hold_what_was_pushed(tmp_path: Path) -> N
             _push(items, step)
             published.wait()
         published.stop()
+        with pytest.raises(ps.ParameterServerError, match=r"any more; call cluster\.publish"):
+            published.take()
         return [each.step for each in Chain.open(tmp_path).versions()]
 
     steps = train([go])[0]
@@ -264,6 +267,7 @@ def test_heads_die_while_versions_are_published(tmp_path: Path) -> None:
         for step in range(1, 6):
             _push(items, step)
             if step in (2, 4):
+                waiting.until(lambda: _has_all_backups(cluster), 60)
                 published.take()
                 hub.cut(agents[step // 2].info.id)
             _until_published(published)
@@ -271,6 +275,11 @@ def test_heads_die_while_versions_are_published(tmp_path: Path) -> None:
             assert published.version is not None
             assert _same(_all(published.version.folder), _all(tmp_path / str(step))), step
     assert Kind.DELTA in _kinds(tmp_path / "chain")[-2:]
+
+
+def _has_all_backups(cluster: ps.Cluster) -> bool:
+    cluster.session.refresh()
+    return all(len(shard.chain) == 2 for shard in cluster.session.view.shards)
 
 
 def _until_published(published: ps.Publishing) -> None:
