@@ -183,7 +183,8 @@ class ShardState:
 
     def _prime(self, order: orders.Prime) -> None:
         self.slots, self._time = order.slots, order.time
-        declared, self.declared = {**self.declared, **order.declared}, {}
+        early = {n: text for n, text in self.declared.items() if not text.startswith(KEPT)}
+        declared, self.declared = {**order.declared, **early}, {}
         self.tables, self.dense = {}, {}
         self.chain, self._version = "", -1
         self._end_numbering()

@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.slots import evenly
 from tensorwire.parameter_server.declarations import spec as specs
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Wire
+from tensorwire.parameter_server.kernels import torch_kernels
+from tensorwire.parameter_server.server.state import ShardState
 from tensorwire.parameter_server.snapshots.contents import Restored
 from tensorwire.parameter_server.snapshots.fit import require_fit
 from tensorwire.parameter_server.snapshots.kept import Keeping
@@ -239,3 +243,18 @@ def test_rows_that_move_where_they_were_not_declared_yet_are_converted_once(tmp_
     assert torch.equal(found, wanted)
     one.enter("items", them.moved_table(other.declared["items"], moved))  # declares it there
     assert one.declared["items"] == other.declared["items"]
+
+
+def test_a_declaration_that_overtakes_the_order_to_begin_counts(tmp_path: Path) -> None:
+    saved = them.save(tmp_path / "1", _PLAIN, shards=1)
+    restored = Restored.open(tmp_path / "1")
+    kept = {
+        n: Keeping(each, str(tmp_path), True).encode() for n, each in restored.described.items()
+    }
+    shard = ShardState(0, ps.BSP(), torch_kernels, them.memory)
+    shard.run(orders.Declare("items", specs.encode(_PLAIN)))
+    folder = str(tmp_path / "1")
+    shard.run(orders.Prime({0: 3}, 3, 0, evenly([0]), frozenset(), kept, folder))
+    assert shard.tables["items"].rule == _PLAIN.rule
+    found, wanted = them.columns([shard], "items"), them.columns(saved, "items")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
