@@ -1,20 +1,27 @@
-"""A real etcd cluster of three members on this machine, of which some are killed."""
+"""A real etcd cluster of three members, on this machine or another of the test's, some killed."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import subprocess
-import urllib.request
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.free_ports import free_port
+from tests.machines import Machine
 from tests.waiting import until
 
 ETCD = shutil.which("etcd")
 SECONDS = 60.0
+_REQUEST = """
+import sys, urllib.request
+body = sys.argv[2].encode() or None
+print(urllib.request.urlopen(sys.argv[1], body, 5).read().decode())
+"""
 
 
 class EtcdCluster:
@@ -22,42 +29,53 @@ class EtcdCluster:
 
     Args:
         folder: for their data.
+        machine: where they run. Default in the test's own network.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, machine: Machine | None = None) -> None:
         self._folder = folder
+        self._host = "127.0.0.1" if machine is None else machine.address
+        self._there = [] if machine is None else ["nsenter", f"--net=/proc/{machine.holder}/ns/net"]
         self._ports = [(free_port(), free_port()) for _ in range(3)]
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @property
     def endpoint(self) -> str:
-        return ",".join(f"127.0.0.1:{client}" for client, _ in self._ports)
+        return ",".join(f"{self._host}:{client}" for client, _ in self._ports)
 
     def start(self) -> None:
-        peers = ",".join(f"m{n}=http://127.0.0.1:{peer}" for n, (_, peer) in enumerate(self._ports))
+        host = f"http://{self._host}"
+        peers = ",".join(f"m{n}={host}:{peer}" for n, (_, peer) in enumerate(self._ports))
         for number, (client, peer) in enumerate(self._ports):
-            here = f"http://127.0.0.1:{client}"
             command = [
-                str(ETCD), "--name", f"m{number}", "--data-dir", str(self._folder / f"m{number}"),
-                "--listen-client-urls", here, "--advertise-client-urls", here,
-                "--listen-peer-urls", f"http://127.0.0.1:{peer}",
-                "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
+                *self._there, str(ETCD), "--name", f"m{number}",
+                "--data-dir", str(self._folder / f"m{number}"),
+                "--listen-client-urls", f"{host}:{client}",
+                "--advertise-client-urls", f"{host}:{client}",
+                "--listen-peer-urls", f"{host}:{peer}",
+                "--initial-advertise-peer-urls", f"{host}:{peer}",
                 "--initial-cluster", peers, "--heartbeat-interval", "300",
                 "--election-timeout", "3000", "--unsafe-no-fsync",
             ]  # fmt: skip
             log = (self._folder / f"m{number}.log").open("wb")
             with log:
                 self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
-        for client, _ in self._ports:
-            until(lambda client=client: self._is_healthy(client), SECONDS, 0.1)
+        for number in range(3):
+            until(lambda number=number: "true" in self._ask(number, "health"), SECONDS, 0.1)
 
-    @staticmethod
-    def _is_healthy(port: int) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-                return b"true" in answer.read()
-        except OSError:
-            return False
+    def keys(self) -> int:
+        """The number of keys of all jobs; -1 if no member answers."""
+        question = json.dumps({"key": "Lw==", "range_end": "MA==", "count_only": True})
+        for number in range(3):
+            if answer := self._ask(number, "v3/kv/range", question):
+                return int(json.loads(answer).get("count", 0))
+        return -1
+
+    def _ask(self, number: int, what: str, body: str = "") -> str:
+        """The answer of a member; empty if there is none."""
+        url = f"http://{self._host}:{self._ports[number][0]}/{what}"
+        command = [*self._there, sys.executable, "-S", "-c", _REQUEST, url, body]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
     def kill(self, number: int) -> None:
         """Kills one member."""
@@ -71,8 +89,8 @@ class EtcdCluster:
 
 
 @contextlib.contextmanager
-def etcd_cluster(folder: Path) -> Iterator[EtcdCluster]:
-    made = EtcdCluster(folder)
+def etcd_cluster(folder: Path, machine: Machine | None = None) -> Iterator[EtcdCluster]:
+    made = EtcdCluster(folder, machine)
     try:
         made.start()
         yield made

@@ -419,7 +419,9 @@ class RoleAgent(SimpleElasticAgent):
 
     def _leave(self) -> None:
         self._has_left = True
-        self._plans.put([Left(self._node.id)])
+        plan = self._plans.put([Left(self._node.id)])
+        if isinstance(self._handler, TensorWireRendezvous):
+            self._handler.is_last = not plan.nodes
 
     def _let_go(self) -> None:
         self._progress.close()

@@ -10,6 +10,7 @@ files for TLS, ``user`` and ``password_file`` a user of etcd's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Final
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
+from rpc.errors import RpcError
 from rpc.extend import (
     LEASE_SECONDS,
     EtcdPlace,
@@ -30,6 +32,7 @@ from tensorwire.launch.rendezvous import LOOPBACK, TensorWireRendezvous
 _logger = logging.getLogger("rpcrun")
 
 ETCD_BACKEND: Final = "tensorwire-etcd"
+_SECONDS_BETWEEN_LOOKS: Final = 0.1
 _OPTIONS: Final = ("ca", "cert", "cert_key", "user", "password_file")
 
 
@@ -118,19 +121,20 @@ class EtcdRendezvous(TensorWireRendezvous):
         if self._keeper is not None:
             self._keeper.stop()
             self._keeper = None
-            if not self._others_live():
-                self._connect().delete_job()
+            with contextlib.suppress(RpcError, ConnectionError):  # the last one deletes all keys
+                if self.is_last is not False and not self._others_live():
+                    self._connect().delete_job()
         return left
 
     def _others_live(self) -> bool:
         """False if every other agent has left, or gives no sign of life for two that are due."""
-        came = range(self._values.add("nodes", 0))
-        here = [node for node in came if self._values.get(f"gone/{node}") is None]
-        if not here:
-            return False
+        here = self._here()
         before = self.beats(here)
-        time.sleep(2 * self.beat_seconds)
-        return self.beats(here) != before
+        deadline = time.monotonic() + 2 * self.beat_seconds
+        while here and time.monotonic() < deadline:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            here = self._here()
+        return any(count != before.get(node) for node, count in self.beats(here).items())
 
 
 class _LeaseKeeper:

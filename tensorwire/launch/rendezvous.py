@@ -107,6 +107,9 @@ class TensorWireRendezvous(RendezvousHandler):
 
     Raises:
         RendezvousConnectionError: the store's host does not answer.
+
+    Attributes:
+        is_last: when the agent left the job no other was in it; None if nobody has said.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -118,6 +121,7 @@ class TensorWireRendezvous(RendezvousHandler):
         self.silence_seconds = self.beat_seconds * int(
             params.get("keep_alive_max_attempt", _BEATS_MISSED)
         )
+        self.is_last: bool | None = None
         self._endpoint = self._host = ""
         self._port = DEFAULT_PORT
         self._read_endpoint(params)
@@ -415,11 +419,15 @@ class TensorWireRendezvous(RendezvousHandler):
         return f"{where}, on this host ({describe_addresses(host_addresses())})"
 
     def _present(self, silence: Silence) -> list[int]:
-        """The nodes that came and are not gone."""
-        came = range(self._values.add("nodes", 0))
-        here = [node for node in came if self._values.get(f"gone/{node}") is None]
+        """The nodes that came, are not gone, and give signs of life."""
+        here = self._here()
         silent = silence.hear(time.monotonic(), self.beats(here))
         return [node for node in here if node not in silent]
+
+    def _here(self) -> list[int]:
+        """The nodes that came and have not said that they are gone."""
+        came = range(self._values.add("nodes", 0))
+        return [node for node in came if self._values.get(f"gone/{node}") is None]
 
     def shutdown(self) -> bool:
         """Leaves the rendezvous."""

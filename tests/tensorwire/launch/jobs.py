@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from tests.machines import Machine
 from tests.processes import ready_made
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIGHT = str(PROGRAMS / "light.py")
@@ -139,6 +140,26 @@ class Job:
     @property
     def said(self) -> str:
         return "\n".join(agent.said for agent in self.agents)
+
+
+def progress(work: Job, name: str) -> dict[str, Any]:
+    """How far a trainer that notes that is, as it has written down last."""
+    path = work.folder / f"{name}.progress"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": 0}
+    return found
+
+
+def works_on(work: Job, name: str, after: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Waits until a trainer, in a later life than ``after`` was, has done some more steps."""
+    lives = (after or {}).get("incarnation", -1)
+
+    def steps() -> int:
+        now = progress(work, name)
+        return int(now["steps"]) if now.get("incarnation", lives) > lives else -1
+
+    before = max(0, steps())
+    until(lambda: steps() >= before + 3, SECONDS, 0.05)
+    return progress(work, name)
 
 
 @contextlib.contextmanager

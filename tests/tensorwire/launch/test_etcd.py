@@ -1,18 +1,15 @@
-"""Jobs whose store lies in etcd: the first machine of one dies, and its leader, and it goes on."""
+"""Jobs whose store lies in etcd: each machine of one dies, and a member of etcd, and it goes on."""
 
 from __future__ import annotations
 
-import json
-import signal
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.etcd import ETCD, EtcdCluster, etcd_cluster
-from tests.tensorwire.launch.jobs import FORKED, PROGRAMS, SECONDS, Job, job
+from tests.machines import Machine, machines, require_machines
+from tests.tensorwire.launch.jobs import FORKED, PROGRAMS, SECONDS, Agent, Job, job, works_on
 from tests.waiting import until
 
 pytest.importorskip("etcd3gw", reason="needs tensorwire[etcd]")
@@ -24,69 +21,65 @@ pytestmark = [
     pytest.mark.skipif(ETCD is None, reason="needs etcd (Debian's etcd-server)"),
 ]
 
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
-    (tmp_path / "etcd").mkdir()
-    with etcd_cluster(tmp_path / "etcd") as made:
-        yield made
+STRUCK_OUT = "gives no sign of life; it is struck out"
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Iterator[Job]:
     with job(tmp_path) as made:
+        key = tmp_path / "key"
+        key.write_text("a secret of the group")
+        key.chmod(0o600)
         yield made
 
 
-def _progress(work: Job, name: str) -> dict[str, Any]:
-    path = work.folder / f"{name}.progress"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": 0}
-    return found
+@pytest.fixture
+def hosts() -> Iterator[Sequence[Machine]]:
+    require_machines()
+    with machines("one", "two", "three") as made:
+        yield made
 
 
-def _works_on(work: Job, name: str) -> None:
-    before = _progress(work, name)["steps"]
-    until(lambda: _progress(work, name)["steps"] >= before + 3, SECONDS * 2, 0.1)
-
-
-def _keys(cluster: EtcdCluster, members: range = range(3)) -> int:
-    """The number of keys of all jobs."""
-    for member in members:
-        address = f"http://{cluster.endpoint.split(',')[member]}/v3/kv/range"
-        question = {"key": "Lw==", "range_end": "MA==", "count_only": True}
-        try:
-            with urllib.request.urlopen(address, json.dumps(question).encode(), 10) as answer:
-                return int(json.loads(answer.read()).get("count", 0))
-        except OSError:
-            continue
-    raise AssertionError("no member answers")
-
-
-def test_the_first_machine_and_a_member_of_etcd_die_and_the_job_goes_on(
-    work: Job, cluster: EtcdCluster, tmp_path: Path
-) -> None:
-    key = tmp_path / "key"
-    key.write_text("k" * 40)
-    key.chmod(0o600)
+def start(work: Job, machine: Machine, cluster: EtcdCluster) -> Agent:
+    """An agent with one server and one trainer."""
     meets = ("--rdzv-backend", "tensorwire-etcd", "--rdzv-endpoint", cluster.endpoint)
-    flags = (*meets, "--rdzv-id", "j", "--nnodes", "1:2", "--group-key-file", str(key))
-    roles = ("--role", "ps:2/job,service,max_restarts=3", "--role", "trainer:1,max_restarts=3")
-    member = (str(PROGRAMS / "member.py"), str(work.folder))
-    first = work.start(*flags, *roles, "--spare", "2", *FORKED, *member)
-    _works_on(work, "trainer:0")
-    second = work.start(*flags, *roles, "--spare", "2", *FORKED, *member)
-    _works_on(work, "trainer:1")
+    flags = (*meets, "--rdzv-id", "j", "--nnodes", "1:2", "--monitor-interval", "0.05")
+    key = ("--group-key-file", str(work.folder / "key"))
+    roles = ("--role", "ps:1,service,max_restarts=3", "--role", "trainer:1,max_restarts=3")
+    program = (str(PROGRAMS / "member.py"), str(work.folder), "ps:0")
+    return work.start(*flags, *key, *roles, *FORKED, *program, machine=machine)
 
-    cluster.kill(0)
-    _works_on(work, "trainer:0")
-    _works_on(work, "trainer:1")
 
-    first.send(signal.SIGKILL)
-    until(lambda: "gives no sign of life" in second.said, SECONDS, 0.1)
-    _works_on(work, "trainer:1")
-    work.end()
-    assert second.wait(SECONDS * 2) == 0, work.said
-    until(lambda: _keys(cluster, range(1, 3)) == 0, 120, 0.5)
+def strikes_out(agent: Agent, times: int) -> None:
+    until(lambda: agent.said.count(STRUCK_OUT) >= times, SECONDS, 0.05)
+
+
+def test_a_member_of_etcd_and_each_machine_die_in_turn_and_the_job_goes_on(
+    work: Job, hosts: Sequence[Machine], full_length: bool
+) -> None:
+    """The machine on which the job began is the first to die; etcd is on none of the job's."""
+    folder = work.folder / "etcd"
+    folder.mkdir()
+    trainers = {"one": "trainer:0", "two": "trainer:1"}
+    with etcd_cluster(folder, hosts[2]) as cluster:
+        agents: dict[str, Agent] = {}
+        for machine in hosts[:2]:
+            agents[machine.name] = start(work, machine, cluster)
+            works_on(work, trainers[machine.name])
+        cluster.kill(0)
+        for dying, staying in [hosts[:2], hosts[1::-1]] * (2 if full_length else 1):
+            former = works_on(work, trainers[dying.name])
+            other = works_on(work, trainers[staying.name])
+            told = agents[staying.name].said.count(STRUCK_OUT)
+            dying.power_off()
+            strikes_out(agents[staying.name], told + 1)
+            assert works_on(work, trainers[staying.name])["pid"] == other["pid"]
+            dying.mend()
+            agents[dying.name] = start(work, dying, cluster)
+            works_on(work, trainers[dying.name], former)
+        work.end()
+        assert [each.wait(2 * SECONDS) for each in agents.values()] == [0, 0], work.said
+        until(lambda: cluster.keys() == 0, 2 * SECONDS, 0.5)
 
 
 def test_a_cluster_that_does_not_answer_ends_with_one_sentence(work: Job) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,16 @@ import pytest
 
 from tensorwire import parameter_server as ps
 from tests.machines import Machine, machines, require_machines
-from tests.tensorwire.launch.jobs import FORKED, LIGHT, PROGRAMS, SECONDS, Agent, Job, job
+from tests.tensorwire.launch.jobs import (
+    FORKED,
+    LIGHT,
+    PROGRAMS,
+    SECONDS,
+    Agent,
+    Job,
+    job,
+    works_on,
+)
 from tests.waiting import until
 
 pytestmark = [
@@ -122,25 +130,6 @@ def start(work: Job, machine: Machine, kind: str, restarts: int = 3) -> Agent:
     role = f"max_restarts={restarts}"
     roles = ("--role", f"ps:1,service,{role}", "--role", f"trainer:1,{role}")
     return work.start(*flags(work, "one", "1:2"), *FORKED, *roles, *command, machine=machine)
-
-
-def progress(work: Job, name: str) -> dict[str, Any]:
-    path = work.folder / f"{name}.progress"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": 0}
-    return found
-
-
-def works_on(work: Job, name: str, after: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Waits until a trainer, in a later life than ``after`` was, has done some more steps."""
-    lives = (after or {}).get("incarnation", -1)
-
-    def steps() -> int:
-        now = progress(work, name)
-        return int(now["steps"]) if now.get("incarnation", lives) > lives else -1
-
-    before = max(0, steps())
-    until(lambda: steps() >= before + 3, SECONDS, 0.05)
-    return progress(work, name)
 
 
 def is_calm(agent: Agent) -> bool:
