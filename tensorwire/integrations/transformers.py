@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from tensorwire import parameter_server as ps
 from tensorwire.integrations._going_back import keep_training, save_servers, trainer_of
+from tensorwire.integrations._phases import SlowPhases
 from tensorwire.integrations._ranks import (
     FollowingOptimizer,
     LeadingOptimizer,
@@ -64,6 +65,9 @@ class ParameterServerCallback(TrainerCallback):
 
     Several processes train together as Trainers of their own (:func:`stand_alone`), or under
     DistributedDataParallel; there only rank 0 speaks to the servers.
+
+    Whoever watches the job (``rpcrun --dashboard``, standstills) sees evaluations and saves as slow
+    phases, which raise no alarm.
 
     With each checkpoint the servers write a snapshot into its folder. If servers are lost of
     which there is no backup, ``train`` goes on by itself from the checkpoint to which they went
@@ -111,6 +115,7 @@ class ParameterServerCallback(TrainerCallback):
         self._backups = backups
         self._name = name
         self._snapshots = snapshots
+        self._phases = SlowPhases()
 
     @property
     def cluster(self) -> ps.Cluster | None:
@@ -156,6 +161,7 @@ class ParameterServerCallback(TrainerCallback):
             TypeError: the Trainer's optimizer is none of torch's, such as DeepSpeed's.
             ValueError: an argument of the Trainer does not go with the mode.
         """
+        self._phases.ended()  # of a run before, if an error ended it
         _require_fitting(args, self.mode)
         holder, inner = _open(optimizer)
         if isinstance(inner, ps.Optimizer):  # a second ``train``, or the Trainer made it itself
@@ -181,6 +187,7 @@ class ParameterServerCallback(TrainerCallback):
             control: of the Trainer.
             others: what else the Trainer tells.
         """
+        self._phases.ended()
         if self.optimizer is None:
             return
         if self.mode is not Mode.ASYNC or args.load_best_model_at_end:
@@ -191,7 +198,7 @@ class ParameterServerCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Leaves saving to the first of several Trainers.
+        """Leaves saving to the first of several Trainers; names the slow phase that follows.
 
         Args:
             args: of the Trainer.
@@ -200,11 +207,12 @@ class ParameterServerCallback(TrainerCallback):
             others: what else the Trainer tells.
         """
         control.should_save = control.should_save and (args.should_save or args.world_size > 1)
+        self._phases.step_ended(control.should_evaluate, control.should_save)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Leaves saving to the first of several Trainers.
+        """Does the same as at the end of a step.
 
         Args:
             args: of the Trainer.
@@ -213,6 +221,64 @@ class ParameterServerCallback(TrainerCallback):
             others: what else the Trainer tells.
         """
         self.on_step_end(args, state, control)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Ends the slow phase before it.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            others: what else the Trainer tells.
+        """
+        self._phases.ended()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Names an evaluation, which takes long, also one outside of training.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            others: what else the Trainer tells.
+        """
+        self._phases.predicts()
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Ends the slow phase of an evaluation.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            others: what else the Trainer tells.
+        """
+        self._phases.evaluated(control.should_save)
+
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Any,
+        **others: Any,
+    ) -> None:
+        """Ends the slow phase of a prediction.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            metrics: of the prediction.
+            others: what else the Trainer tells.
+        """
+        self._phases.ended()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -228,6 +294,7 @@ class ParameterServerCallback(TrainerCallback):
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         if self.cluster is not None and self._snapshots is not None and folder.is_dir():
             save_servers(self.cluster, folder / self._snapshots)
+        self._phases.ended()
 
     def _begin_again(self, trainer: Trainer) -> None:
         """Has an asynchronous Trainer begin with what the servers have, not with what it saved."""

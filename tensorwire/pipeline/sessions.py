@@ -41,7 +41,11 @@ class Sessions:
         self._me = me
         self._lock = threading.Lock()
         self._workers: dict[str, StageWorker] = {}
-        self._endings = [me.subscribe(CHANNEL, self._arrived), me.on_membership(self._changed)]
+        self._endings = [
+            me.subscribe(CHANNEL, self._arrived),
+            me.on_membership(self._changed),
+            me.progress.add_source("pipeline", self._facts),
+        ]
 
     @classmethod
     def here(cls) -> Sessions:
@@ -110,6 +114,12 @@ class Sessions:
             sessions = list(self._workers)
         for session in sessions:
             self.drop(session, "the worker shuts down")
+
+    def _facts(self) -> dict[str, object]:
+        """The facts about the stages here; of several pipelines, the one that was last formed."""
+        with self._lock:
+            parts = list(self._workers.values())
+        return parts[-1].facts() if parts else {}
 
     def _arrived(self, sender: extend.Life, body: bytes, tensors: list[torch.Tensor]) -> None:
         session, address, value = letters.read(body, tensors)

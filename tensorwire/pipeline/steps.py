@@ -96,6 +96,8 @@ class Steps:
         except BaseException:  # such as KeyboardInterrupt
             self.abort([step, *later], "the driver gave it up")
             raise
+        if step.order.rows.trains and self._outbox.name not in reports:
+            self._outbox.count_step()
         return reports
 
     def _send(self, order: StepOrder, given: Sequence[Given]) -> None:

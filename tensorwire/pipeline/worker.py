@@ -28,6 +28,7 @@ from tensorwire.pipeline.backups.copies import Draft, StageCopy
 from tensorwire.pipeline.backups.keeping import Cut, Keepers
 from tensorwire.pipeline.backups.places import Seat
 from tensorwire.pipeline.errors import StepAbortedError
+from tensorwire.pipeline.facts import StepTimes, sender_of
 from tensorwire.pipeline.inbox import Inbox
 from tensorwire.pipeline.letters import STEP, Address, Content
 from tensorwire.pipeline.placement import owner_of
@@ -59,6 +60,10 @@ class Outbox:
         self._plan = plan
         self._me = me
         self._seek = seek
+
+    def count_step(self) -> None:
+        """Tells whoever watches the job that this worker went on by a step."""
+        self._me.progress.count()
 
     def deliver(self, worker: str, address: Address, value: Any) -> None:
         """Brings a value to a worker; tensors for a device without a map go through the CPU.
@@ -118,6 +123,20 @@ class StageWorker:
         self._ending = threading.Lock()
         self._ended: _Ended | None = None
         self.spans: list[Span] = []
+        self.awaited: Address | None = None
+        self.steps = 0
+        self._times: StepTimes | None = None
+
+    def facts(self) -> dict[str, object]:
+        """What is seen of these stages by whoever watches the job."""
+        times, awaited = self._times, self.awaited
+        sender = "" if awaited is None else sender_of(self.plan, awaited)
+        return {
+            "stages": sorted(self.stages),
+            "steps": self.steps,
+            **({} if times is None else times.facts()),
+            "waits_for": [sender] if sender else [],
+        }
 
     def install(self, rows: Rows, actions: tuple[Action, ...]) -> None:
         """Keeps this worker's row of a table for all steps that are of its kind."""
@@ -131,7 +150,7 @@ class StageWorker:
             Exception: whatever a stage raised.
         """
         self.inbox.begin(order.step)
-        run = _Run(self, order)
+        run, began = _Run(self, order), time.perf_counter_ns()
         cut = None if order.cut is None else self.begin_cut(order.cut, order.kept)
         gradients = StepGradients(self.parameters() if order.rows.trains else ())
         self._ended = None
@@ -153,7 +172,16 @@ class StageWorker:
             self._fail(order.step, action, error)
             raise
         self.inbox.end(order.step)
+        if order.rows.trains:
+            self._count(began)
         return run.report()
+
+    def _count(self, began: int) -> None:
+        """A training step is done here."""
+        before = began if self._times is None else self._times.ended
+        self._times = StepTimes(before, began, time.perf_counter_ns(), self.spans)
+        self.steps += 1
+        self.outbox.count_step()
 
     def seats(self) -> dict[int, Seat]:
         """The seats of the stages that are here."""
@@ -332,7 +360,14 @@ class _Run:
 
     def _take(self, content: Content, source: int, stage: Stage, microbatch: int) -> Any:
         address = Address(self._order.step, content, source, stage.index, microbatch)
-        return map_tensors(self._worker.inbox.take(address), partial(_moved, stage.device))
+        return map_tensors(self._wait_for(address), partial(_moved, stage.device))
+
+    def _wait_for(self, address: Address) -> Any:
+        self._worker.awaited = address
+        try:
+            return self._worker.inbox.take(address)
+        finally:
+            self._worker.awaited = None
 
     def _send(self, content: Content, source: int, to: int, microbatch: int, value: Any) -> None:
         address = Address(self._order.step, content, source, to, microbatch)
@@ -361,7 +396,7 @@ class _Run:
         if not mine:
             return
         contributions = [
-            self._worker.inbox.take(self._shared(number, position))
+            self._wait_for(self._shared(number, position))
             for position in range(len(sharing.members))
         ]
         for parameters in mine.values():

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
+import rpc
+import tensorwire
 from tensorwire.watching.views import WorkerView
 
 _TIMES: Final = 10.0
@@ -30,9 +33,16 @@ _COMPILERS: Final = (
 )
 _COLLECTIVES: Final = ("torch/distributed/distributed_c10d.py",)
 _LOADERS: Final = ("torch/utils/data/",)
-_OURS: Final = ("/rpc/", "/tensorwire/", "threading.py", "concurrent/futures")
+_OURS: Final = (
+    *(f"{Path(each.__file__ or '').parent}/" for each in (rpc, tensorwire)),
+    "threading.py",
+    "concurrent/futures",
+)
+"""Parts of the files that are passed over; on other machines ours are mostly at the same place."""
 _RUNS: Final = "runs"
 _COLLECTING: Final = 1.0
+_SERVER: Final = "parameter server"
+_OWES_A_PUSH: Final = ", and has neither pushed nor called cluster.finish()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +95,13 @@ class Standstill:
         self._least = least
         self._history = 0.0 if at_once else _HISTORY_SECONDS
         self._pasts: dict[str, _Past] = {}
-        self._told: frozenset[str] = frozenset()
+        self._told: dict[str, bool] = {}
 
     def look(self, now: float, workers: Iterable[WorkerView]) -> list[Finding]:
-        """Takes in how the workers are; returns each standstill that was not told before."""
+        """Takes in how the workers are; returns each standstill that was not told before.
+
+        One that was told before others were seen to wait for it is told once more.
+        """
         known = {worker.name: worker for worker in workers if worker.state == _RUNS}
         for gone in self._pasts.keys() - known.keys():
             del self._pasts[gone]
@@ -96,16 +109,24 @@ class Standstill:
             self._note(now, worker)
         still = {name for name, worker in known.items() if self._stands(now, worker)}
         if not still:
-            self._told = frozenset()
+            self._told = {}
             return []
         findings = _findings(known, still)
-        new = [each for each in findings if not self._told.issuperset(each.blamed)]
-        self._told = frozenset(name for each in findings for name in each.blamed)
+        new = [each for each in findings if self._is_news(each)]
+        self._told = {
+            name: bool(each.waiting) or self._told.get(name, False)
+            for each in findings
+            for name in each.blamed
+        }
         return [
             Finding(f"no progress for {self._pause(now, each):.0f} s: {each.sentence}",
                     each.blamed, each.waiting)
             for each in new
         ]  # fmt: skip
+
+    def _is_news(self, finding: Finding) -> bool:
+        known = [self._told.get(name) for name in finding.blamed]
+        return None in known or (bool(finding.waiting) and False in known)
 
     def budget(self, name: str) -> float:
         """Seconds without a step after which a worker is suspected."""
@@ -129,8 +150,8 @@ class Standstill:
             if past.changes:
                 past.longest = max(past.longest, now - past.last)
             past.steps, past.last, past.changes = steps, now, past.changes + 1
-        elif progress.get("phase"):
-            past.last = now
+        elif progress.get("phase") and worker.silent_for <= self.budget(worker.name):
+            past.last = now  # of one who has been silent for longer, nobody knows where it is
 
     def _stands(self, now: float, worker: WorkerView) -> bool:
         past = self._pasts[worker.name]
@@ -211,7 +232,14 @@ def explain(
     missing = _missing_from_collective(known, known[name], still)
     if missing is not None:
         return missing
-    return Finding((others if waiting else f"{name} ") + reason(known[name]), (name,), waiting)
+    why = reason(known[name]) + (_OWES_A_PUSH if _owes_a_push(name, known) else "")
+    return Finding((others if waiting else f"{name} ") + why, (name,), waiting)
+
+
+def _owes_a_push(name: str, known: Mapping[str, WorkerView]) -> bool:
+    """True if parameter servers wait for a push of that worker."""
+    sources = [(each.facts or {}).get("sources", {}) for each in known.values()]
+    return any(name in each.get(_SERVER, {}).get("waits_for", ()) for each in sources)
 
 
 def reason(worker: WorkerView) -> str:

@@ -35,6 +35,7 @@ _SECONDS_FOR_STACKS: Final = 5.0
 _SECONDS_A_VIEWER_COUNTS: Final = 5.0
 _SECONDS_FOR_OTHERS: Final = 20.0
 _SECONDS_FOR_FIRST_VIEW: Final = 3.0
+_SILENT: Final = 1.0
 _MOST_NEWS: Final = 50
 _LOG_BYTES: Final = 1 << 16
 
@@ -400,13 +401,21 @@ class JobWatch:
         with self._lock:
             self._alarms.append(finding.sentence)
         for name in finding.blamed:
-            try:
-                stacks = self.answer({"ask": "stacks", "worker": name})
-                _logger.warning("stacks of %s:\n%s", name, stacks)
-            except (NoAnswerError, ValueError) as error:
-                _logger.warning("no stacks of %s: %s", name, error)
+            _logger.warning("%s", self._stacks_or_state(name))
             if self._policy.restarts:
                 self._restart_anywhere(name)
+
+    def _stacks_or_state(self, name: str) -> str:
+        """The stacks of a worker; if it does not answer, the state of its process."""
+        with self._lock:
+            view = next((each for each in self._all_workers() if each.name == name), None)
+        if view is not None and view.process is not None and view.silent_for > _SILENT:
+            state = view.process.state
+            return f"no stacks of {name}: it does not answer; in the kernel its state is {state}"
+        try:
+            return f"stacks of {name}:\n{self.answer({'ask': 'stacks', 'worker': name})}"
+        except (NoAnswerError, ValueError) as error:
+            return f"no stacks of {name}: {error}"
 
     def _restart_anywhere(self, name: str) -> None:
         worker = self._worker(name)

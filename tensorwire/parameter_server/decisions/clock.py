@@ -225,6 +225,11 @@ class Clock:
         """The trainers that are waited for, in order."""
         return tuple(sorted(self._members))
 
+    @property
+    def held(self) -> frozenset[int]:
+        """The trainers of which a push is here that waits for pushes of others."""
+        return frozenset(trainer for trainer, _ in self._held)
+
     def count(self, trainer: int) -> int:
         """The number of a trainer's pushes that were taken."""
         return self._counts.get(trainer, 0)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import rpc
@@ -242,16 +242,28 @@ class Carrier:
         if any(isinstance(each, (StepAbortedError, SupersededError)) for each in causes):
             self._in_vain += 1
         else:
-            suspects = {each.name for each in causes if isinstance(each, rpc.WorkerLostError)}
-            if not suspects & names:
+            told = [each for each in causes if isinstance(each, rpc.WorkerLostError)]
+            if not any(each.name in names for each in told):
                 raise error
-            self._in_vain += not wait_for_change(
-                lambda: bool(self.formation.lost()) or not all(map(is_there, suspects & names)),
-                _SECONDS_TO_NOTICE,
-            )
+            self._in_vain += not self._notices(suspects(told, self.formation.plan.lives) & names)
         if self._in_vain > _MOST_IN_VAIN:
             raise error
         _logger.warning("pipeline %s is formed again: %s", self.pipeline, error)
+
+    def _notices(self, suspected: set[str]) -> bool:
+        """Waits until this worker knows, too, that one of these is lost."""
+        if not suspected:
+            return False
+        noticed = wait_for_change(
+            lambda: bool(self.formation.lost()) or not all(map(is_there, suspected)),
+            _SECONDS_TO_NOTICE,
+        )
+        if not noticed:
+            _logger.warning(
+                "pipeline %s: a worker has lost %s, which after %g s is still a member here",
+                self.pipeline, sorted(suspected), _SECONDS_TO_NOTICE,
+            )  # fmt: skip
+        return noticed
 
     def _gather(self, effect: Gather) -> Mapping[str, Found]:
         names = effect.names or [each.name for each in rpc.workers()]
@@ -366,6 +378,22 @@ def _pass_over(call: rpc.Future[Any]) -> None:
     """Looks at an outcome that changes nothing: who was not told is told with the next version."""
     with contextlib.suppress(Exception):
         call.wait()
+
+
+def suspects(told: Iterable[rpc.WorkerLostError], lives: Mapping[str, extend.Life]) -> set[str]:
+    """The workers whose loss errors tell, but those of which a later life takes part already.
+
+    That a former life is lost is no news, and nothing follows that one could wait for.
+
+    Args:
+        told: the errors.
+        lives: that take part, by name.
+    """
+    return {
+        each.name
+        for each in told
+        if each.name not in lives or each.incarnation >= lives[each.name].incarnation
+    }
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import EarlyStoppingCallback, Trainer  # noqa: E402
 
+from rpc import extend  # noqa: E402
 from rpc.testing import as_worker, local_group  # noqa: E402
 from tensorwire import parameter_server as ps  # noqa: E402
 from tensorwire.integrations.low_memory import AdaLomo, GaLoreAdamW, Lomo  # noqa: E402
@@ -180,6 +181,51 @@ def test_overridden_methods_and_callbacks_are_called_as_in_a_local_run(tmp_path:
 
     beside_servers(go)
     assert local.state.global_step == 4  # it was stopped
+
+
+class _Phases(Trainer):
+    """Notes in which slow phase its worker is when it computes and when it saves."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[str] = []
+
+    def note(self, what: str) -> None:
+        told = f"{what}: {extend.worker().progress.report().phase}"
+        if told not in self.seen[-1:]:
+            self.seen.append(told)
+
+    def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+        self.note("step")
+        return super().training_step(*args, **options)
+
+    def prediction_step(self, *args: Any, **options: Any) -> Any:
+        self.note("batch")
+        return super().prediction_step(*args, **options)
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        self.note("save")
+        super()._save_checkpoint(*args, **options)
+
+
+def test_evaluations_and_saves_are_slow_phases_and_steps_are_not(tmp_path: Path) -> None:
+    often = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2,
+        "max_steps": 3,
+    }  # fmt: skip
+
+    def go() -> None:
+        trainer = fit(tmp_path, [ParameterServerCallback(SERVERS)], make=_Phases, **often)
+        assert trainer.seen == [
+            "step: ", "batch: evaluation",
+            "step: ", "batch: evaluation", "save: save",
+            "step: ", "batch: evaluation", "save: save",
+        ]  # fmt: skip
+        trainer.evaluate()
+        trainer.note("after")
+        assert trainer.seen[-1] == "after: "
+
+    beside_servers(go)
 
 
 def test_of_trainers_that_stand_alone_only_the_first_of_its_role_saves_and_logs(

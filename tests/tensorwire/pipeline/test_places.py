@@ -7,6 +7,9 @@ import random
 
 import pytest
 
+import rpc
+from rpc.extend import Life
+from tensorwire.pipeline.backups.carrying_out import suspects
 from tensorwire.pipeline.backups.places import (
     Copy,
     Found,
@@ -30,6 +33,14 @@ def _found(hosts: str, **copies: list[tuple[int, int]]) -> dict[str, Found]:
         name: Found(host, frozenset(Copy(Seat(s), v) for s, v in copies.get(name, [])))
         for name, host in zip("abcdef", hosts, strict=False)
     }
+
+
+def test_the_loss_of_a_life_that_was_replaced_is_not_waited_for() -> None:
+    lives = {"a": Life(1, 2), "b": Life(2, 1)}
+    former, present = rpc.WorkerLostError("a", 1, "killed"), rpc.WorkerLostError("b", 1, "killed")
+    unknown = rpc.WorkerLostError("c", 1, "killed")
+    assert suspects([former], lives) == set()
+    assert suspects([former, present, unknown], lives) == {"b", "c"}
 
 
 def test_a_backup_is_on_the_next_other_machine_or_else_with_the_next_neighbour() -> None:

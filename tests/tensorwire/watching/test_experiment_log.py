@@ -100,3 +100,10 @@ def test_grafana_asks_for_metrics_that_exist() -> None:
     }
     assert asked
     assert asked <= there
+
+
+def test_the_guide_lists_the_panels_of_the_board() -> None:
+    panels = json.loads(Path("docs/_static/grafana.json").read_text())["panels"]
+    rows = [f"| {panel['title']} | `{panel['targets'][0]['expr']}` |" for panel in panels]
+    table = Path("docs/guides/watching.md").read_text().partition("| panel |")[2]
+    assert table.partition("\n\n")[0].splitlines()[2:] == rows

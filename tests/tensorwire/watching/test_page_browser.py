@@ -91,6 +91,7 @@ def keep(browser: Any, name: str) -> None:
 
 
 def test_the_page_shows_what_workers_count_and_who_died(work: Job, browser: Any) -> None:
+    (work.folder / "go").touch()
     work.start("--standalone", "--dashboard", "0", "--tee", "3", "--role", "moves:2,max_restarts=2",
                "--role", "sleeps:1", "--role", "serves:1", *FORKED, STALLS, str(work.folder),
                XDG_RUNTIME_DIR=os.environ["XDG_RUNTIME_DIR"])  # fmt: skip

@@ -26,6 +26,7 @@ def worker(
     silent_for: float = 0.0,
     threads: Iterable[Mapping[str, Any]] = (),
     role: str = "",
+    sources: Mapping[str, Any] | None = None,
 ) -> WorkerView:
     facts = {
         "progress": {"steps": steps, "age": 0.0, "phase": phase, "phase_age": 0.0},
@@ -33,7 +34,7 @@ def worker(
         "serving": list(serving),
         "collecting": collecting,
         "threads": [{"name": "MainThread", "stack": list(stack)}, *threads],
-        "sources": {},
+        "sources": sources or {},
     }
     process = ProcessView(1, state, cpu, 0, 1)
     role = role or name.partition(":")[0]
@@ -108,6 +109,18 @@ def test_a_long_collection_is_named_although_it_takes_processor_time() -> None:
     assert "has been collecting garbage for 20 s" in finding.sentence
 
 
+def test_a_trainer_whose_push_servers_wait_for_is_told_to_finish() -> None:
+    (finding,) = play(
+        worker("ps:0", 3, sources={"parameter server": {"waits_for": ["trainer:1"]}}),
+        worker("trainer:0", 3, waits_for=["ps:0"]),
+        worker("trainer:1", 3),
+    )
+    assert finding.sentence.endswith(
+        "ps:0 and trainer:0 wait for trainer:1, which is in train (train.py:3), and has neither "
+        "pushed nor called cluster.finish()"
+    )
+
+
 def test_a_rank_that_is_missing_from_a_collective_is_named() -> None:
     inside = ["all_reduce (torch/distributed/distributed_c10d.py:9)", "train (train.py:3)"]
     (finding,) = play(
@@ -128,6 +141,18 @@ def test_a_named_phase_compilation_and_computation_raise_nothing() -> None:
     for second in range(90):
         computing = worker("trainer:0", min(second, 3), cpu=0.9 * second)
         assert watch.look(float(second), [computing]) == []
+
+
+def test_a_process_that_was_stopped_in_a_slow_phase_is_named() -> None:
+    watch = Standstill(LEAST, at_once=True)
+    found: list[Finding] = []
+    for second in range(30):
+        silent = max(0.0, second - 10.0)
+        state = "T" if silent else "S"
+        told = worker("a:0", 3, phase="evaluation", state=state, silent_for=silent)
+        found += watch.look(float(second), [told])
+    (finding,) = found
+    assert "a:0 is stopped" in finding.sentence
 
 
 def test_a_slow_first_step_raises_nothing() -> None:
@@ -168,6 +193,18 @@ def test_a_standstill_that_ended_and_came_again_is_told_again() -> None:
     assert watch.look(21.0, [worker("a:0", 3)]) == []
     assert watch.look(22.0, [worker("a:0", 4)]) == []
     assert len(watch.look(400.0, [worker("a:0", 4)])) == 1
+
+
+def test_a_standstill_is_told_once_more_when_others_are_seen_to_wait_for_it() -> None:
+    inside = ["all_reduce (torch/distributed/distributed_c10d.py:9)", "train (train.py:3)"]
+    watch = Standstill(LEAST, at_once=True)
+    found: list[Finding] = []
+    for second in range(60):
+        stack = inside if second > 3 else ["train (train.py:3)"]
+        first = worker("trainer:0", min(second, 4), stack=stack)
+        found += watch.look(float(second), [first, worker("trainer:1", min(second, 2))])
+    assert [each.waiting for each in found] == [(), ("trainer:0",)]
+    assert "missing from it: trainer:1" in found[1].sentence
 
 
 def test_two_standstills_that_have_nothing_to_do_with_each_other_are_two_findings() -> None:
