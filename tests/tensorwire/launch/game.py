@@ -2,7 +2,9 @@
 
 The decisions are the agents' own (``seats``, ``supervisor``, ``silence``), and so is the list of
 the group's members (``rpc.group.member_list``, ``rpc.group.seats``) on a store in memory. An
-agent's round is cut into steps, between which anything may happen to anybody.
+agent's round is cut into steps, between which anything may happen to anybody. Agents and workers
+stop for any time, also between a look and what they do about it, and go on where they stopped; the
+clock of an agent goes on meanwhile, or stands, as that of a machine that is paused.
 
 The rules:
 
@@ -62,6 +64,7 @@ class Process:
     record: Record | None = None
     code: int | None = None
     told: bool = False
+    stopped: bool = False
     work: int = 0
     seen: dict[str, int] = field(default_factory=dict)
 
@@ -82,6 +85,8 @@ class GameAgent:
     round: Iterator[None] | None = None
     dead: bool = False
     frozen: bool = False
+    clock_stands: bool = False
+    behind: float = 0.0
     leaving: bool = False
     finished: bool = False
     beats: int = 0
@@ -133,19 +138,29 @@ class Game:
         """From now on nothing happens to anybody, and there are enough agents."""
         for agent in self.agents:
             agent.frozen = False
+        for process in self.all:
+            process.stopped = False
         while (
             sum(agent.acts for agent in self.agents) < self.at_least and not self.plan.phase.is_over
         ):
             self.add_agent()
 
     def pass_time(self) -> None:
-        self.now += self.draw.choice([0.05, 0.3, 1.0])
+        passed = self.draw.choice([0.05, 0.3, 1.0])
+        self.now += passed
         for agent in self.agents:
-            if agent.acts and self.now - agent.last_beat >= 1.0:
-                agent.beats, agent.last_beat = agent.beats + 1, self.now
+            if agent.frozen and agent.clock_stands:
+                agent.behind += passed
+            if agent.acts and self.time_of(agent) - agent.last_beat >= 1.0:
+                agent.beats, agent.last_beat = agent.beats + 1, self.time_of(agent)
             if agent.dead and self.now - agent.died_at > 1.0:
                 for process in agent.processes.values():  # its orphan watch sees to that
-                    process.code = process.code if process.code is not None else -15
+                    if process.lives and not process.stopped:
+                        process.code = -15
+
+    def time_of(self, agent: GameAgent) -> float:
+        """The time by an agent's own clock."""
+        return self.now - agent.behind
 
     def let_agent(self) -> None:
         acting = [agent for agent in self.agents if agent.acts]
@@ -159,9 +174,9 @@ class Game:
             agent.round = None
 
     def let_process(self) -> None:
-        living = [process for process in self.all if process.lives]
-        if living:
-            self.step(self.draw.choice(living))
+        awake = [process for process in self.all if process.lives and not process.stopped]
+        if awake:
+            self.step(self.draw.choice(awake))
 
     # --- Mishaps
 
@@ -170,13 +185,15 @@ class Game:
             [
                 self.kill_worker,
                 self.cut_off_worker,
+                self.stop_worker,
+                self.wake_worker,
                 self.kill_agent,
                 self.freeze_agent,
                 self.thaw_agent,
                 self.add_agent,
                 self.ask_agent_to_leave,
             ],
-            [5, 2, 1, 4, 3, 1, 1],
+            [5, 2, 3, 3, 1, 4, 3, 1, 1],
         )[0]()
 
     def kill_worker(self) -> None:
@@ -191,6 +208,16 @@ class Game:
             assert record is not None
             self.members.strike_off(record, "its agent", "it ended")
 
+    def stop_worker(self) -> None:
+        awake = [process for process in self.all if process.lives and not process.stopped]
+        if awake:
+            self.draw.choice(awake).stopped = True
+
+    def wake_worker(self) -> None:
+        stopped = [process for process in self.all if process.stopped]
+        if stopped:
+            self.draw.choice(stopped).stopped = False
+
     def kill_agent(self) -> None:
         acting = [agent for agent in self.agents if not (agent.dead or agent.finished)]
         if len(acting) > 1:
@@ -200,7 +227,8 @@ class Game:
     def freeze_agent(self) -> None:
         acting = [agent for agent in self.agents if agent.acts]
         if len(acting) > 1:
-            self.draw.choice(acting).frozen = True
+            agent = self.draw.choice(acting)
+            agent.frozen, agent.clock_stands = True, self.draw.random() < 0.5
 
     def thaw_agent(self) -> None:
         frozen = [agent for agent in self.agents if agent.frozen]
@@ -226,7 +254,7 @@ class Game:
         if agent.leaving:
             yield from self.leave(agent)
             return
-        plan, now = self.plan, self.now
+        plan, now = self.plan, self.time_of(agent)
         yield
         ended = [self.end(agent, p) for p in list(agent.processes.values()) if not p.lives]
         ended += agent.not_started
@@ -246,7 +274,7 @@ class Game:
             yield
         plan = self.plan
         lost = [p.name for p in agent.processes.values() if p.lives and self.was_lost(p)]
-        for effect in agent.supervisor.act(self.now, plan, lost):
+        for effect in agent.supervisor.act(self.time_of(agent), plan, lost):
             yield
             self.perform(agent, effect, plan)
         agent.finished = agent.supervisor.is_finished(plan)
@@ -296,7 +324,7 @@ class Game:
             for other in self.agents
             if plan.node(other.supervisor.node.id) is not None and other is not agent
         }
-        return [f"node{number}" for number in agent.silence.hear(self.now, beats)]
+        return [f"node{number}" for number in agent.silence.hear(self.time_of(agent), beats)]
 
     def perform(self, agent: GameAgent, effect: Effect, plan: Plan) -> None:
         if isinstance(effect, Start):
