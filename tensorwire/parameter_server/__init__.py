@@ -22,7 +22,9 @@ from tensorwire.parameter_server.client.optimizer import Optimizer, Pushing, Tra
 from tensorwire.parameter_server.client.prefetch import prefetch
 from tensorwire.parameter_server.client.publishing import Publishing, Seconds, Steps
 from tensorwire.parameter_server.client.reader import Reader, WholeStep
+from tensorwire.parameter_server.client.samples import Progress, Samples
 from tensorwire.parameter_server.client.table import Table
+from tensorwire.parameter_server.client.tracking import Tracked
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Reduce
 from tensorwire.parameter_server.declarations.initialisers import (
     Constant,
@@ -110,6 +112,7 @@ __all__ = [
     "ParameterServerError",
     "Per",
     "Precision",
+    "Progress",
     "Publishing",
     "Pushing",
     "Reader",
@@ -118,6 +121,7 @@ __all__ = [
     "RolledBack",
     "RowwiseAdagrad",
     "Rule",
+    "Samples",
     "Saving",
     "Seconds",
     "ServerLostError",
@@ -125,6 +129,7 @@ __all__ = [
     "Steps",
     "Table",
     "TopK",
+    "Tracked",
     "TrainerOptimizer",
     "Uniform",
     "UnreachableError",

@@ -14,6 +14,7 @@ _HELP: Final = {
     "lag": ("gauge", "pushes by which the slowest trainer is behind the fastest"),
     "not_admitted_total": ("counter", "gradients dropped as their id was not admitted yet"),
     "evicted_total": ("counter", "rows evicted"),
+    "batches_trained": ("gauge", "batches of a sampler that are part of the state"),
     "busy_seconds_total": ("counter", "seconds that a shard has worked, by stage"),
     "head": ("gauge", "1 where a server is the head of a shard, 0 where it is a backup"),
 }
@@ -57,6 +58,8 @@ def _samples(cluster: str, described: dict[str, Any]) -> Iterator[Sample]:
             yield "lag", labels, shard["time"] - shard["low"]
         for stage, seconds in shard["seconds"].items():
             yield "busy_seconds_total", {**labels, "stage": stage}, seconds
+        for name, batches in shard["batches"].items():
+            yield "batches_trained", {**labels, "sampler": name}, batches
         for name, table in shard["tables"].items():
             of_table = {**labels, "table": name}
             yield "rows", of_table, table["rows"]

@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -42,9 +43,11 @@ from tensorwire.parameter_server.client.finding import (
 from tensorwire.parameter_server.client.publishing import Every, Publishing, begin_publishing
 from tensorwire.parameter_server.client.reader import Reader
 from tensorwire.parameter_server.client.row_fetcher import RowFetcher
+from tensorwire.parameter_server.client.samples import Samples, progress_of
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.splitting import RowGradients, WholeDense
 from tensorwire.parameter_server.client.table import Table
+from tensorwire.parameter_server.client.tracking import Given
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import PushKind
 from tensorwire.parameter_server.decisions.consistency import (
@@ -66,6 +69,7 @@ from tensorwire.parameter_server.declarations.dense_spec import (
 from tensorwire.parameter_server.declarations.initialisers import Constant, Initialiser
 from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.declarations.rules import Rule
+from tensorwire.parameter_server.declarations.samplers import SamplerSpec
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
 from tensorwire.parameter_server.declarations.wire import FLOAT32, Kind, Wire, both_ways
 from tensorwire.parameter_server.kernels.copying import is_finite
@@ -150,6 +154,7 @@ class Cluster:
         publishing: the versions that this trainer publishes; None if it does not.
         rows: fetches the rows that modules look up.
         account: of this worker's exchanges.
+        given: the batches whose samples the next push has trained, if they are counted.
     """
 
     def __init__(self, session: Session, nans: NanPolicy) -> None:
@@ -165,6 +170,7 @@ class Cluster:
         self._dense: WeakValueDictionary[str, DenseGroup] = WeakValueDictionary()
         self._named: dict[str, list[weakref.ref[Tensor]]] = {}
         self.rows = RowFetcher(self)
+        self.given = Given()
 
     def __repr__(self) -> str:
         view = self.session.view
@@ -509,6 +515,8 @@ class Cluster:
         with self.account.timed("sending"):
             if push is not None or skip:
                 gone = self._whole(push)
+                if self.given:
+                    gone.batches = self.given.take(self.session.rollbacks)
             number, asked = self.session.send(gone, wanted, dense, known)
         if gone is not None:
             self.session.worker.progress.count()
@@ -583,6 +591,82 @@ class Cluster:
                     f"there is no dense group {name!r} here; declare it with "
                     f"cluster.dense({name!r}, optimizer)"
                 )
+
+    def pass_step(self) -> None:
+        """A step without gradients of a trainer that has nothing to train, while others have."""
+        self._accept_dense(self.send(None, (), tuple(self._dense), skip=True))
+
+    def reload(self) -> None:
+        """Gets the dense parameters that were declared here as the servers have them."""
+        self._accept_dense(self.send(None, (), tuple(self._dense)))
+
+    def _accept_dense(self, sent: Exchanging) -> None:
+        answer: Answer | None = sent.wait()
+        for name, values in (answer.dense if answer is not None else {}).items():
+            group = self._dense.get(name)
+            if group is not None and values is not None:
+                group.accept(values)
+
+    # --- samples
+
+    def samples(
+        self,
+        length: int,
+        *,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        epochs: int = 1,
+        drop_last: bool = False,
+        name: str = "samples",
+    ) -> Samples:
+        """A sampler of batches that divides the samples among all trainers, each of which counts
+        once, whoever dies, joins or leaves. All who name it must say the same of it.
+
+        This worker becomes a trainer, if it is none yet. Needs ``ps.BSP()``.
+
+        Args:
+            length: samples in an epoch, as ``len(dataset)``.
+            batch_size: samples in a batch of one trainer.
+            shuffle: whether each epoch has an order of its own. Default no: that of the indices.
+            seed: of these orders, 0 or more.
+            epochs: how often each sample is trained.
+            drop_last: whether the last batch of an epoch is left out if it is smaller than the
+                others. Default no.
+            name: unique in the cluster.
+
+        Raises:
+            DeclarationError: it is another than before, or than in the snapshot that was restored.
+            TypeError: an argument is of a wrong kind.
+            ValueError: an argument is out of range, or the cluster is not under ``ps.BSP()``.
+
+        Example::
+
+            data = cluster.samples(len(dataset), batch_size=1024, shuffle=True, seed=7, epochs=3)
+            loader = DataLoader(dataset, batch_sampler=data, num_workers=4)
+            for batch in data.track(loader):
+                ...
+                optimizer.step()
+        """
+        spec = SamplerSpec(name, length, batch_size, shuffle, seed, epochs, drop_last)
+        if not isinstance(self.consistency, BSP):
+            raise ValueError(f"samples: needs a cluster under ps.BSP(), not {self.consistency}")
+        self.join()
+        found = SamplerSpec.decode(self.session.count_samples(name, spec.encode()))
+        differences = spec.differences(found)
+        if differences:
+            raise errors.DeclarationError(
+                f"sampler {name!r} was declared otherwise before: {'; '.join(differences)}"
+            )
+        return Samples(self, spec)
+
+    def _samples_told(self) -> dict[str, Any]:
+        """How far each sampler is."""
+        told = {}
+        for name, text in self.session.view.samplers.items():
+            account = self.session.account_of(name)
+            told[name] = asdict(progress_of(SamplerSpec.decode(text), account))
+        return told
 
     # --- the cluster as a whole
 
@@ -725,6 +809,7 @@ class Cluster:
             "step": self.step,
             "bad_steps": self.bad_steps,
             "rollbacks": self.session.rollbacks,
+            "samples": self._samples_told(),
             **self.account.told(),
         }
 

@@ -187,7 +187,8 @@ def _beginning_with(view: View, restored: Restored, strict: bool) -> View:
         name: Keeping(saved, restored.folder, strict).encode()
         for name, saved in restored.described.items()
     }
-    return views.beginning_with(view, Snapshot(restored.folder, {}, restored.time), declared)
+    snapshot = Snapshot(restored.folder, {}, restored.time, restored.accounts)
+    return views.beginning_with(view, snapshot, declared, restored.samplers)
 
 
 def _other_beginning(view: View, settings: Mapping[str, Any]) -> list[str]:

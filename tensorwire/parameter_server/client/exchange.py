@@ -17,6 +17,7 @@ from tensorwire.parameter_server.messaging.messages import Known
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.splitting import RowGradients, Split, WholeDense
+    from tensorwire.parameter_server.decisions.samples import Batches
     from tensorwire.parameter_server.decisions.views import Server
     from tensorwire.parameter_server.messaging.messages import DensePush, Rows, TableIds
 
@@ -103,6 +104,8 @@ class Whole:
     """Shards that have no memory for it: they get an empty push in its place."""
     gathered: dict[Share, dict[str, DensePush]] = field(default_factory=dict)
     """Dense gradients that lie ready to be sent, once, to the head of a shard."""
+    batches: Batches | None = None
+    """The batches of samples from which it came, if these are counted."""
 
 
 @dataclass(frozen=True, slots=True)

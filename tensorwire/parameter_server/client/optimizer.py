@@ -337,6 +337,7 @@ class Optimizer(torch.optim.Optimizer):
         """Pushes the gradient of one parameter, and frees it."""
         assert self.group is not None
         watch.require_plain()
+        self.cluster.given.require_whole_steps()
         self._upload_changes(place)
         grads: list[Tensor | None] = [None] * len(self.group.parameters)
         grads[place], parameter.grad = parameter.grad, None

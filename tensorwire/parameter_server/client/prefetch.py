@@ -17,9 +17,11 @@ from tensorwire.parameter_server.client.distinct import distinct
 from tensorwire.parameter_server.client.embedding import Lookup
 from tensorwire.parameter_server.client.lookahead import Lookahead
 from tensorwire.parameter_server.client.table import Table
+from tensorwire.parameter_server.client.tracking import Tracked
 from tensorwire.parameter_server.decisions.consistency import BSP
 from tensorwire.parameter_server.declarations.arguments import instance, whole
 from tensorwire.parameter_server.declarations.wire import BFloat16, Float16, Float32, Int8
+from tensorwire.parameter_server.errors import RolledBack
 from tensorwire.parameter_server.messaging.messages import TableIds
 
 Batch = TypeVar("Batch")
@@ -74,10 +76,23 @@ def prefetch(
     whole("prefetch", "ahead", ahead)
     wants = _wants(modules, ids)
     wants.require_one_cluster()
-    if ahead == 1:
-        return _batches(loader, wants)
-    wants.require_exact(ahead)
-    return _batches_ahead(loader, wants, ahead)
+    if ahead > 1:
+        wants.require_exact(ahead)
+    reading = partial(_batches_ahead, ahead=ahead) if ahead > 1 else _batches
+    if isinstance(loader, Tracked):
+        return _tracked_batches(loader, wants, reading)
+    return reading(loader, wants)
+
+
+def _tracked_batches(
+    tracked: Tracked, wants: _Wants, reading: Callable[..., Iterator[Any]]
+) -> Iterator[Any]:
+    """As ``reading``, but drops what was read ahead when samples are given out anew."""
+    for turn in tracked.turns():
+        try:
+            yield from reading(turn, wants, turn.give)
+        except RolledBack as error:  # raised here by what is fetched, not where batches are used
+            turn.recover(error)
 
 
 def _wants(modules: Sequence[nn.Module], ids: Ids) -> _Wants:
@@ -104,7 +119,14 @@ def _wants(modules: Sequence[nn.Module], ids: Ids) -> _Wants:
     return _Wants([each for each in modules if isinstance(each, Lookup)], [], ids)
 
 
-def _batches(loader: Iterable[Batch], wants: _Wants) -> Iterator[Batch]:
+def _always() -> bool:
+    return True
+
+
+def _batches(
+    loader: Iterable[Batch], wants: _Wants, may_give: Callable[[], bool] = _always
+) -> Iterator[Batch]:
+    """Two behind what is read; ends before a batch that may not be given out any more."""
     batches = iter(loader)
     known = deque(itertools.islice(batches, 1))
     if known:
@@ -115,10 +137,18 @@ def _batches(loader: Iterable[Batch], wants: _Wants) -> Iterator[Batch]:
             wants.cluster.rows.announce(wants.of(known[1]))
         if len(known) > 2:
             wants.look_later(known[2])
+        if not may_give():
+            return
         yield known.popleft()
 
 
-def _batches_ahead(loader: Iterable[Batch], wants: _Wants, ahead: int) -> Iterator[Batch]:
+def _batches_ahead(
+    loader: Iterable[Batch],
+    wants: _Wants,
+    may_give: Callable[[], bool] = _always,
+    *,
+    ahead: int,
+) -> Iterator[Batch]:
     batches = iter(loader)
     rows = wants.cluster.rows
     before, rows.ahead = rows.ahead, Lookahead(wants.cluster)
@@ -136,6 +166,8 @@ def _batches_ahead(loader: Iterable[Batch], wants: _Wants, ahead: int) -> Iterat
                 window.admit(wants.of(batch))
             admitted = min(len(known), ahead + 1) - 1
             look = partial(wants.look, known[-1]) if len(known) > ahead + 1 else None
+            if not may_give():
+                return
             wants.cluster.meanwhile = partial(window.use_the_wait, look)
             yield known.popleft()
     finally:

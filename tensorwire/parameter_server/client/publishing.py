@@ -29,6 +29,7 @@ from tensorwire.parameter_server.decisions.orders import Extent
 from tensorwire.parameter_server.decisions.views import Snapshot
 from tensorwire.parameter_server.declarations.arguments import instance, number, whole
 from tensorwire.parameter_server.declarations.spec import Precision
+from tensorwire.parameter_server.snapshots.contents import about_samples
 from tensorwire.parameter_server.snapshots.published import about_version
 
 if TYPE_CHECKING:
@@ -299,14 +300,17 @@ class Publishing:
         for attempt in [each for each in draft.iterdir() if each.is_dir()]:
             shutil.rmtree(attempt)
         shards = [part.shard for part in taken.parts]
-        about = about_version(shards, taken.at.counts, taken.at.time, self._extra)
+        cut = taken.at
+        samples = about_samples(self._cluster.session.view.samplers, cut.accounts)
+        about = about_version(shards, cut.counts, cut.time, self._extra, samples)
         return self._writer.commit(number, kind, taken.at.time, files, about, at)
 
     def _tell(self, taken: orders.VersionTaken, version: Version) -> None:
         """Says that a version is whole; if that does not arrive, the next one holds it again."""
         snapshot = None
         if self._with_state:
-            snapshot = Snapshot(str(version.folder), taken.at.counts, taken.at.time)
+            cut = taken.at
+            snapshot = Snapshot(str(version.folder), cut.counts, cut.time, cut.accounts)
         try:
             self._ask(orders.Commit(taken.at, taken.since, snapshot), "all shards to hear of it")
         except errors.ParameterServerError as error:

@@ -33,7 +33,8 @@ from tensorwire.parameter_server.client.undone import undone_of_others
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
 from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
-from tensorwire.parameter_server.decisions.replica import NotHead
+from tensorwire.parameter_server.decisions.replica import Counted, NotHead
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.messaging import messages
@@ -79,6 +80,7 @@ class Session:
         self._first = 0
         self.bytes_sent = 0
         self.rollbacks = 0
+        self.deals = 0
         self._meeting = Meeting(worker)
         self._caller = Caller(worker, cluster)
         self._specs: dict[str, Any] = {}
@@ -311,7 +313,7 @@ class Session:
             if whole is not None:
                 kind = whole.kind if shard not in whole.refused_by else PushKind.SKIP
                 load = self._load(whole, view, shard, head)
-                push = Push(client, number, epoch, kind, load)
+                push = Push(client, number, epoch, kind, load, whole.batches)
             if asked is not None:
                 pull = Pull(asked.step, asked.epoch, self._question(asked, shard))
             message = messages.Exchange(self.cluster, shard, push, pull)
@@ -403,6 +405,8 @@ class Session:
             if self._failure is not None:
                 return
             self._note_reached(shard, reply is not LOST and not isinstance(reply, _NOBODY))
+            if isinstance(reply, messages.Rows | messages.Accepted) and self.view.shard(shard):
+                self.deals = max(self.deals, reply.deals)
             if isinstance(reply, messages.Rows):
                 self._pause = PAUSE
                 self._kept.safe(shard, reply.safe)
@@ -585,6 +589,7 @@ class Session:
         self._last_pull.clear()
         self._again.clear()
         self.rollbacks += 1
+        self.deals = 0
         trainer = view.trainer(self.client)
         if self.number < 0 or trainer is None:
             if trainer is not None:  # it has not heard yet that it is one
@@ -640,6 +645,27 @@ class Session:
             self.servers.found_nobody((number,), f"that knows trainer {number}")
             self.news.wait(seen, pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
+
+    def count_samples(self, name: str, text: str) -> str:
+        """Has the samples of a sampler counted; returns what the first to name it said it is."""
+        found: str = self.servers.ask_coordinator(orders.CountSamples(name, text))
+        self.refresh()
+        return found
+
+    def account_of(self, sampler: str) -> Account:
+        """The account of the samples of a sampler."""
+        while True:
+            self.news.raise_failure()
+            seen, shard = self.news.count, self.view.active[0]
+            answer = self.servers.ask_head(shard, messages.AccountOf(shard, sampler))
+            with self._acting():
+                if isinstance(answer, Counted) and self.view.shard(shard) is not None:
+                    self.servers.reached(sampler)
+                    self.deals = answer.deals
+                    return answer.account
+            self.servers.found_nobody(sampler, f"that keeps the account of sampler {sampler!r}")
+            self.news.wait(seen, PAUSE)
+            self.refresh()
 
     def _beginning(self) -> str:
         """For whom a trainer waits that joins, as far as it knows."""

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency
+from tensorwire.parameter_server.decisions.samples import Account, Batches
 
 
 class PushKind(enum.Enum):
@@ -61,6 +62,7 @@ class Push:
         epoch: of the map by which it was split.
         kind: see :class:`PushKind`.
         load: the gradients; the clock does not look at them.
+        batches: the batches of samples from which they came; None if that is not counted.
     """
 
     trainer: int
@@ -68,6 +70,7 @@ class Push:
     epoch: int
     kind: PushKind = PushKind.UPDATE
     load: Any = None
+    batches: Batches | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class Cut:
             whose rows must arrive before it goes on.
         action: what else happens; the clock does not look at it.
         time: pushes of the fastest trainer.
+        trainers: all from here on.
+        samplers: of these there is an account of samples from here on.
     """
 
     change: int
@@ -92,6 +97,8 @@ class Cut:
     awaited: Mapping[int, frozenset[int]] = field(default_factory=dict)
     action: Any = None
     time: int = 0
+    trainers: frozenset[int] = frozenset()
+    samplers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +134,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Everything before the cut is applied, and nothing behind it."""
+    """Everything before the cut is applied, and nothing behind it.
+
+    Args:
+        cut: the cut.
+        accounts: of samples, by the name of the sampler.
+    """
 
     cut: Cut
+    accounts: Mapping[str, Account] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +212,23 @@ class Clock:
         self._heard: dict[int, Ready] = {}
         self._told: Ready | None = None
         self._taken: dict[int, int] = {}
+        self._accounts: dict[str, Account] = {}
+        self._accounts_at_cut: dict[str, Account] = {}
+
+    @property
+    def accounts(self) -> Mapping[str, Account]:
+        """The accounts of samples as they are now, by the name of the sampler."""
+        return self._accounts
+
+    @property
+    def accounts_at_cut(self) -> Mapping[str, Account]:
+        """The same, as they were at the last cut that was reached."""
+        return self._accounts_at_cut
+
+    @property
+    def deals(self) -> int:
+        """Changes whenever samples are given out anew."""
+        return sum([each.deal.number for each in self._accounts.values()])
 
     @property
     def low(self) -> int | None:
@@ -339,8 +369,9 @@ class Clock:
         """True if the rows of that shard must arrive before this one goes on."""
         return source in self._awaited
 
-    def imported(self, source: int) -> list[Effect]:
-        """The rows that a shard had to send are here."""
+    def imported(self, source: int, accounts: Mapping[str, Account] | None = None) -> list[Effect]:
+        """The rows that a shard had to send are here, and its accounts of samples at the cut."""
+        self._accounts = {**(accounts or {}), **self._accounts}
         self._awaited.discard(source)
         return self._advance()
 
@@ -426,9 +457,27 @@ class Clock:
             if push.kind is PushKind.FINISH:
                 self._dismiss(push.trainer)
         self._dismiss_settled()
-        updates = tuple(push for push in step if push.kind is PushKind.UPDATE)
+        counted = self._account(step) if self._accounts else step
+        updates = tuple(push for push in counted if push.kind is PushKind.UPDATE)
         effects: list[Effect] = [Apply(updates, self._time)] if updates else []
         return effects + [Taken(push.trainer, push.number) for push in step]
+
+    def _account(self, step: tuple[Push, ...]) -> tuple[Push, ...]:
+        """Enters the batches of a step; returns it without pushes whose batches are others' now."""
+        if step[0].kind is PushKind.FINISH:
+            return step
+        counted = tuple(push for push in step if not self._refuses(push.batches))
+        members = [push.trainer for push in step]
+        for name, account in self._accounts.items():
+            taken = [p.batches for p in counted if p.batches and p.batches.sampler == name]
+            self._accounts[name] = account.stepped(taken, members)
+        return counted
+
+    def _refuses(self, batches: Batches | None) -> bool:
+        if batches is None:
+            return False
+        account = self._accounts.get(batches.sampler)
+        return account is None or account.refuses(batches)
 
     def _is_at_cut(self) -> bool:
         if self._cut is None or self._awaited:
@@ -446,14 +495,17 @@ class Clock:
         self._taken |= self._counts  # also of who has finished: their pushes may come again
         self._counts = {each: self._counts[each] for each in self._members}
         self._admit(cut.joins)
-        effects: list[Effect] = [Reached(cut)]
+        begun = dict.fromkeys(cut.samplers, Account()) | self._accounts
+        at_cut = {name: each.at_cut(cut.trainers, cut.joins) for name, each in begun.items()}
+        self._accounts, self._accounts_at_cut = dict(at_cut), at_cut
+        effects: list[Effect] = [Reached(cut, self._accounts_at_cut)]
         if cut.epoch is not None:
             self.epoch = cut.epoch
             self._others, self._told = frozenset(cut.awaited) - {self._shard}, None
             self._awaited = set(cut.awaited.get(self._shard, ()))
             effects += self._refuse_moved()
             if self._shard not in cut.awaited:  # it keeps nothing any more
-                self._counts, self._members = {}, set()
+                self._counts, self._members, self._accounts = {}, set(), {}
         return effects
 
     def _admit(self, starts: Mapping[int, int]) -> None:
@@ -480,6 +532,7 @@ class Clock:
         epoch: int,
         awaited: Iterable[int] = (),
         active: Iterable[int] = (),
+        accounts: Mapping[str, Account] | None = None,
     ) -> None:
         """Begins where the other shards are, as a shard that is made at a cut, or restored.
 
@@ -489,7 +542,9 @@ class Clock:
             epoch: of the map that is valid.
             awaited: shards whose rows must arrive first.
             active: the shards that keep anything in this epoch.
+            accounts: of samples, by the name of the sampler.
         """
+        self._accounts = dict(accounts or {})
         self._admit(counts)
         self._time = time
         self.epoch = epoch
@@ -522,4 +577,6 @@ class Clock:
             ("_heard", dict(self._heard)),
             ("_told", self._told),
             ("_taken", dict(self._taken)),
+            ("_accounts", dict(self._accounts)),
+            ("_accounts_at_cut", dict(self._accounts_at_cut)),
         ]

@@ -17,8 +17,9 @@ from functools import partial
 from typing import Any, Final
 
 from tensorwire.parameter_server.decisions import orders, views
-from tensorwire.parameter_server.decisions.clock import Cut, Status
+from tensorwire.parameter_server.decisions.clock import Cut, Reached, Status
 from tensorwire.parameter_server.decisions.publishing import Publishing
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
     Edit,
@@ -74,6 +75,7 @@ class Coordinator(Publishing):
         here = set(trainers)
         self._gone = {t.client for t in view.trainers if t.number not in here}
         self._certainly_gone: set[Client] = set()
+        self._counted: set[str] = set()
 
     # --- events
 
@@ -142,6 +144,8 @@ class Coordinator(Publishing):
             self._line_up(lambda: self._take_version(request, what), request)
         elif isinstance(what, orders.Commit):
             self._begin(self._publish(request, what), request=request)
+        elif isinstance(what, orders.CountSamples):
+            self._line_up(lambda: self._count_samples(request, what), request)
         else:
             self._line_up(lambda: self._resize(request, what), request)
         return self._flush()
@@ -232,14 +236,16 @@ class Coordinator(Publishing):
     def _to_all(self, order: orders.Order) -> AskAll:
         return AskAll({shard.number: order for shard in self.view.shards})
 
-    def _cut(self, joins: Collection[int] = (), action: Any = None) -> Generator[Wait, Any, Cut]:
-        """Brings all shards to one cut, within their epoch, and returns it."""
+    def _cut(
+        self, joins: Collection[int] = (), action: Any = None, samplers: tuple[str, ...] = ()
+    ) -> Generator[Wait, Any, Reached]:
+        """Brings all shards to one cut, within their epoch."""
         change = self._new_change()
         statuses = yield AskAll({shard: orders.Hold(change) for shard in self.view.active})
         cut = self._meeting(change, statuses.values(), joins)
-        cut = replace(cut, action=action)
-        yield AskAll({shard: orders.Go(cut) for shard in statuses})
-        return cut
+        cut = replace(cut, action=action, samplers=samplers)
+        answers = yield AskAll({shard: orders.Go(cut) for shard in statuses})
+        return Reached(cut, next((each for each in answers.values() if each is not None), {}))
 
     def _move(self) -> Steps:
         """Brings the shards to the map of the view, at a cut."""
@@ -275,9 +281,10 @@ class Coordinator(Publishing):
             time = max(time, status.time)
             for trainer, count in status.counts.items():
                 vector[trainer] = max(vector.get(trainer, 0), count)
-        staying = {trainer.number for trainer in self.view.trainers} - set(joins)
+        trainers = frozenset(trainer.number for trainer in self.view.trainers)
+        staying = trainers - set(joins)
         start = min((vector[each] for each in staying if each in vector), default=time)
-        return Cut(change, vector, dict.fromkeys(joins, start), time=time)
+        return Cut(change, vector, dict.fromkeys(joins, start), time=time, trainers=trainers)
 
     # --- trainers
 
@@ -385,6 +392,14 @@ class Coordinator(Publishing):
         yield self._to_all(orders.Declare(what.name, self.view.declared[what.name]))
         self._effects.append(Reply(request, self.view.declared[what.name]))
 
+    def _count_samples(self, request: int, what: orders.CountSamples) -> Steps:
+        """The first to name a sampler says what it is; its samples are counted from a cut on."""
+        yield Edit(lambda view: views.with_sampler(view, what.name, what.text))
+        if what.name not in self._counted:
+            yield from self._cut(samplers=(what.name,))
+            self._counted.add(what.name)
+        self._effects.append(Reply(request, self.view.samplers[what.name]))
+
     # --- servers
 
     def _drop_server(self, server: Server) -> Steps:
@@ -454,7 +469,8 @@ class Coordinator(Publishing):
     def _take_snapshot(self, request: int, what: orders.TakeSnapshot) -> Steps:
         generation = self.view.generation
         before = frozenset(each.number for each in self.view.left)
-        cut = yield from self._cut(action=orders.Freeze())
+        reached = yield from self._cut(action=orders.Freeze())
+        cut = reached.cut
         shards = [shard.number for shard in self.view.shards]
         yield Others()
         parts = yield AskAll({s: orders.Write(cut.change, what.draft) for s in shards})
@@ -466,7 +482,7 @@ class Coordinator(Publishing):
         if any(missing) or generation != self.view.generation:
             self._effects.append(Fail(request, "; ".join(filter(None, missing)) or _WENT_BACK))
             return
-        snapshot = Snapshot(what.folder, cut.vector, cut.time)
+        snapshot = Snapshot(what.folder, cut.vector, cut.time, reached.accounts)
         written = yield Manifest(snapshot, what.extra, tuple(parts[s] for s in shards))
         failed = [each for each in written.values() if each is not True]
         if failed:
@@ -517,6 +533,7 @@ class Coordinator(Publishing):
         ]
         start = min(known, default=snapshot.time)
         counts = {t.number: snapshot.counts.get(t.number, start) for t in self.view.trainers}
+        accounts = {n: snapshot.accounts.get(n, Account()) for n in self.view.samplers}
         return orders.Prime(
             counts,
             snapshot.time,
@@ -524,6 +541,7 @@ class Coordinator(Publishing):
             self.view.slots,
             declared=self.view.declared,
             folder=snapshot.folder,
+            accounts=accounts,
         )
 
 

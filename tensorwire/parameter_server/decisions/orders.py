@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.parameter_server.decisions import clock
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot
 
 # --- to a shard, answered once it is done, and safe at all of its chain
@@ -34,7 +35,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Go on up to a cut; answered when it is reached."""
+    """Go on up to a cut; answered, when it is reached, with the accounts of samples there."""
 
     cut: clock.Cut
 
@@ -66,6 +67,8 @@ class Prime:
         awaited: shards whose rows come first.
         declared: tables and dense groups, as in the view.
         folder: the snapshot to begin from; empty for none.
+        accounts: of samples, by the name of the sampler; those of a shard that awaits rows come
+            with them.
     """
 
     counts: Mapping[int, int]
@@ -75,6 +78,7 @@ class Prime:
     awaited: frozenset[int] = frozenset()
     declared: Mapping[str, str] = field(default_factory=dict)
     folder: str = ""
+    accounts: Mapping[str, Account] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +220,19 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
+class CountSamples:
+    """There is to be an account of the samples of a sampler. Answered with what the sampler is.
+
+    Args:
+        name: of the sampler.
+        text: what it is.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Write everything into a folder. Answered with the ``Snapshot``.
 
@@ -271,12 +288,14 @@ class CutOfVersion:
         counts: by trainer, how many of its pushes are in the version.
         time: pushes of the fastest trainer.
         left: numbers of trainers that had left before.
+        accounts: of samples, by the name of the sampler.
     """
 
     change: int
     counts: Mapping[int, int]
     time: int
     left: frozenset[int]
+    accounts: Mapping[str, Account] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,4 +363,6 @@ class Arrive:
     server: Server
 
 
-Request = Join | Leave | Announce | TakeSnapshot | TakeVersion | Commit | Resize | Arrive
+Request = (
+    Join | Leave | Announce | CountSamples | TakeSnapshot | TakeVersion | Commit | Resize | Arrive
+)

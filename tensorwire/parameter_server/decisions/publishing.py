@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from tensorwire.parameter_server.decisions import orders, views
-from tensorwire.parameter_server.decisions.clock import Cut
+from tensorwire.parameter_server.decisions.clock import Reached
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
     Edit,
@@ -34,7 +34,9 @@ class Publishing(Tasks):
 
     _publisher: tuple[Client, str] | None = None
 
-    def _cut(self, joins: Collection[int] = (), action: Any = None) -> Generator[Wait, Any, Cut]:
+    def _cut(
+        self, joins: Collection[int] = (), action: Any = None, samplers: tuple[str, ...] = ()
+    ) -> Generator[Wait, Any, Reached]:
         """Brings all shards to one cut."""
         raise NotImplementedError
 
@@ -49,7 +51,8 @@ class Publishing(Tasks):
             self._effects.append(Reply(request, None))
             return
         left = frozenset(each.number for each in self.view.left)
-        cut = yield from self._cut(action=orders.Freeze(what.version))
+        reached = yield from self._cut(action=orders.Freeze(what.version))
+        cut = reached.cut
         shards = [shard.number for shard in self.view.shards]
         yield Others()
         folder = f"{what.draft}/{cut.change}"
@@ -67,7 +70,7 @@ class Publishing(Tasks):
             self._effects.append(Fail(request, "; ".join(filter(None, missing))))
             return
         written = tuple(part for part in parts if isinstance(part, orders.Written))
-        at = orders.CutOfVersion(cut.change, cut.vector, cut.time, left)
+        at = orders.CutOfVersion(cut.change, cut.vector, cut.time, left, reached.accounts)
         self._effects.append(
             Reply(request, orders.VersionTaken(folder, at, orders.Since(generation, kept), written))
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.parameter_server.decisions import clock as clocks
@@ -27,6 +27,7 @@ from tensorwire.parameter_server.decisions.consistency import Consistency, stale
 from tensorwire.parameter_server.decisions.leases import Lease, Renewal
 from tensorwire.parameter_server.decisions.reads import Answer, Pull, Reads, Turn
 from tensorwire.parameter_server.decisions.replication import Forward, Replication
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.views import Server, Shard
 
 # --- records besides pushes and orders
@@ -34,11 +35,12 @@ from tensorwire.parameter_server.decisions.views import Server, Shard
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """Rows that another shard had until a cut."""
+    """Rows that another shard had until a cut, and its accounts of samples at that cut."""
 
     source: int
     epoch: int
     load: Any = None
+    accounts: Mapping[str, Account] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,14 @@ class Inform:
 @dataclass(frozen=True, slots=True)
 class NotHead:
     """The answer of a server that is not, or no longer, the head of this shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The account of samples of a sampler, and the clock's ``deals``."""
+
+    account: Account
+    deals: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +283,13 @@ class Replica:
         if not self.is_head or not self.is_primed or not self.clock.is_open:
             return [Respond(call, NotHead())]
         return self._enter(values, call, is_control=True)
+
+    def counted(self, sampler: str, call: Any) -> list[Effect]:
+        """Somebody wants the account of samples of a sampler; answered once it is safe."""
+        if not self.is_head or not self.is_primed:
+            return [Respond(call, NotHead())]
+        account = self.clock.accounts.get(sampler)
+        return self._gate(call, None if account is None else Counted(account, self.clock.deals))
 
     def told(self, heard: Heard, call: Any) -> list[Effect]:
         """Another shard tells how many pushes it has."""
@@ -467,7 +484,9 @@ class Replica:
             return [], []
         self.is_primed = True
         active = frozenset(order.slots)
-        self.clock.prime(order.counts, order.time, order.epoch, order.awaited, active)
+        self.clock.prime(
+            order.counts, order.time, order.epoch, order.awaited, active, order.accounts
+        )
         effects: list[Effect] = [Run(order)]
         moved: list[clocks.Effect] = []
         for rows in self._take_stash():
@@ -488,7 +507,7 @@ class Replica:
             return [], []
         if rows.epoch < self.clock.epoch or not self.clock.awaits(rows.source):
             return [], []
-        return [Run(rows)], self.clock.imported(rows.source)
+        return [Run(rows)], self.clock.imported(rows.source, rows.accounts)
 
     def _take_stash(self) -> list[Import]:
         ready = [rows for rows in self._stash.values() if rows.epoch <= self.clock.epoch]
@@ -592,7 +611,7 @@ class Replica:
             return []
         done: list[Effect] = []
         for call in self._going.pop(change, []):
-            done += self._gate(call, True)
+            done += self._gate(call, self.clock.accounts_at_cut)
         return done
 
     def _answer_opens(self) -> list[Effect]:

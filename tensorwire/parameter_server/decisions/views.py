@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.slots import evenly, moved
 
 _OLDER: Final = 15
@@ -134,21 +135,25 @@ class Snapshot:
         folder: where its files are.
         counts: by trainer, how many of its pushes are in it.
         time: pushes of the fastest trainer.
+        accounts: of samples, by the name of the sampler.
     """
 
     folder: str
     counts: Mapping[int, int]
     time: int
+    accounts: Mapping[str, Account] = field(default_factory=dict)
 
     def encode(self) -> list[Any]:
         """As a value of JSON."""
-        return [self.folder, sorted(self.counts.items()), self.time]
+        accounts = {name: each.encode() for name, each in self.accounts.items()}
+        return [self.folder, sorted(self.counts.items()), self.time, accounts]
 
     @classmethod
     def decode(cls, value: list[Any]) -> Snapshot:
         """The inverse of :meth:`encode`."""
-        folder, counts, time = value
-        return cls(folder, dict(counts), time)
+        folder, counts, time, accounts = value
+        decoded = {name: Account.decode(each) for name, each in accounts.items()}
+        return cls(folder, dict(counts), time, decoded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,7 @@ class View:
         broken: the reason for which the cluster cannot go on; empty if it can.
         left: trainers that have left since the last snapshot.
         undone: by name of trainers that had left, pushes that the last roll-back undid.
+        samplers: by name of a sampler whose samples are counted, what it is, as text.
     """
 
     number: int
@@ -209,6 +215,7 @@ class View:
     left: tuple[Left, ...] = ()
     undone: Mapping[str, int] = field(default_factory=dict)
     older: tuple[Older, ...] = ()
+    samplers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
@@ -269,6 +276,7 @@ class View:
                     [each.snapshot.encode(), [left.encode() for left in each.left]]
                     for each in self.older
                 ],
+                "samplers": dict(self.samplers),
             }
         )
 
@@ -314,15 +322,20 @@ def runs_of(slots: Sequence[int]) -> list[list[int]]:
 # --- how views follow each other
 
 
-def beginning_with(view: View, snapshot: Snapshot, declared: Mapping[str, str]) -> View:
+def beginning_with(
+    view: View, snapshot: Snapshot, declared: Mapping[str, str], samplers: Mapping[str, str]
+) -> View:
     """A new cluster that begins as a snapshot of another one is, with trainers of its own.
 
     Args:
         view: the new cluster.
         snapshot: where it begins.
         declared: what is in the snapshot, by name.
+        samplers: whose samples it counts, by name.
     """
-    return replace(view, snapshot=replace(snapshot, counts={}), declared=declared)
+    accounts = {name: each.unassigned() for name, each in snapshot.accounts.items()}
+    begins = replace(snapshot, counts={}, accounts=accounts)
+    return replace(view, snapshot=begins, declared=declared, samplers=samplers)
 
 
 def first(servers: Sequence[Server], backups: int, settings: Mapping[str, Any]) -> View:
@@ -411,6 +424,13 @@ def with_trainers(view: View, arrivals: Iterable[Client]) -> View:
         trainers=view.trainers + new,
         joined=view.joined + len(new),
     )
+
+
+def with_sampler(view: View, name: str, text: str) -> View:
+    """There is a sampler of that name; the first to name it says what it is."""
+    if name in view.samplers:
+        return view
+    return replace(view, number=view.number + 1, samplers={**view.samplers, name: text})
 
 
 def without_trainers(view: View, numbers: Collection[int]) -> View:

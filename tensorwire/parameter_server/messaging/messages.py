@@ -171,6 +171,7 @@ class Rows:
         room: bytes that the server had left for rows when a push came last; -1 if none did.
         changed: of each of ``tables`` which rows are there; empty if all that were asked for.
         time: pushes of the fastest trainer; under BSP the step that these rows are of.
+        deals: changes whenever samples are given out anew.
     """
 
     tables: tuple[Packed, ...]
@@ -181,6 +182,7 @@ class Rows:
     room: int = -1
     changed: tuple[Changed, ...] = ()
     time: int = 0
+    deals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +193,13 @@ class Accepted:
         safe: how many.
         version: as in :class:`Rows`.
         room: as in :class:`Rows`.
+        deals: likewise.
     """
 
     safe: int
     version: int
     room: int = -1
+    deals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +446,17 @@ class CountOf:
     """Asks how many pushes of a trainer were taken; answered with None if it is not known here."""
 
     trainer: int
+
+
+@dataclass(frozen=True, slots=True)
+class AccountOf:
+    """Asks for the account of samples of a sampler.
+
+    Answered with ``Counted``, once it is safe; with None if there is no such sampler.
+    """
+
+    shard: int
+    sampler: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.tasks import Conclude, Examined
 from tensorwire.parameter_server.decisions.views import Client, Snapshot, View
 from tensorwire.parameter_server.server.shard import Call
-from tensorwire.parameter_server.snapshots.contents import FORMAT, part_name
+from tensorwire.parameter_server.snapshots.contents import FORMAT, about_samples, part_name
 from tensorwire.parameter_server.snapshots.published import saved_at
 
 _logger: Final = logging.getLogger("tensorwire")
@@ -135,6 +135,7 @@ class Drafts:
             "epoch": view.epoch,
             "settings": dict(view.settings),
             "extra": effect.extra,
+            **about_samples(view.samplers, effect.snapshot.accounts),
         }
         try:
             draft.commit([part_name(shard) for shard in effect.parts], about)

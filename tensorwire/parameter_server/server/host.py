@@ -16,6 +16,7 @@ import torch
 import rpc
 from rpc import extend
 from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.samples import size
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.declarations.arguments import whole
 from tensorwire.parameter_server.messaging import messages
@@ -285,6 +286,7 @@ def _described(shard: Any) -> dict[str, Any]:
                 for name, table in state.tables.items()
             },
             "dense": {name: group.bytes for name, group in state.dense.items()},
+            "batches": {name: size(each.done) for name, each in replica.clock.accounts.items()},
         }
 
 

@@ -425,6 +425,13 @@ class Node:
                 return
         call.answer(None)
 
+    def _account_of(self, call: Call, message: messages.AccountOf) -> None:
+        shard = self.shards.get(message.shard)
+        if shard is None:
+            call.answer(NotHead())
+        else:
+            self.carry_out(message.shard, shard.replica.counted(message.sampler, call))
+
     def _asking(self, call: Call, message: messages.Asking) -> None:
         self.coordinating.asked(call, message.what)
 
@@ -472,6 +479,7 @@ class Node:
         messages.CopyPiece: _copy_piece,
         messages.Install: _install,
         messages.CountOf: _count_of,
+        messages.AccountOf: _account_of,
         messages.Asking: _asking,
         messages.See: _see,
         messages.LatestView: _latest_view,
@@ -556,7 +564,7 @@ class Node:
             if found is None or not found.chain or key in self._exporting:
                 continue
             self._exporting.add(key)
-            rows = Import(number, epoch, moved)
+            rows = Import(number, epoch, moved, moved.accounts)
             bring = messages.Bring(target, shard.replica.version, rows)
 
             def done(answer: Any, target: int = target, epoch: int = epoch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.declarations.dense_spec import DenseSpec, PieceData
 from tensorwire.parameter_server.storage.changes import Gone
 from tensorwire.parameter_server.storage.frozen import Frozen
@@ -62,12 +63,14 @@ class Moved:
         dense: by name.
         chain: the chain of versions for which changes are noted; empty for none.
         version: the cut at which its last version was taken.
+        accounts: of samples, as they are there.
     """
 
     tables: Mapping[str, MovedTable]
     dense: Mapping[str, MovedDense]
     chain: str = ""
     version: int = -1
+    accounts: Mapping[str, Account] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,8 +155,8 @@ class ShardServer:
             asked.call.answer(Unread(f"{type(error).__name__}: {error}", safe))
             return
         self.pulled += 1
-        known = effect.low, effect.version, self.room
-        asked.call.answer(Rows(tables, dense, safe, *known, changed, effect.time))
+        known, deals = (effect.low, effect.version, self.room), self.replica.clock.deals
+        asked.call.answer(Rows(tables, dense, safe, *known, changed, effect.time, deals))
 
     def _respond(self, call: Any, answer: Any) -> None:
         if isinstance(call, Call):
@@ -175,5 +175,6 @@ class ShardServer:
             return Denied(answer)
         if isinstance(answer, Taken) and not call.pulls:
             safe = max(self.replica.safe_count(answer.trainer), answer.number + 1)
-            return Accepted(safe, self.replica.version, self.room)
+            replica = self.replica
+            return Accepted(safe, replica.version, self.room, replica.clock.deals)
         return None

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import Apply, Cut, Push, Reached
+from tensorwire.parameter_server.decisions.clock import Apply, Push, Reached
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency, Reduce
 from tensorwire.parameter_server.decisions.replica import Assign, Exported, Import
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.views import KEPT
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Float32, Packed
@@ -126,7 +127,7 @@ class ShardState:
         elif isinstance(what, orders.Declare):
             self._declare(what.name, what.text)
         elif isinstance(what, Reached):
-            self._pass_cut(what.cut)
+            self._pass_cut(what)
         elif isinstance(what, Import):
             self._import(what.load)
         elif isinstance(what, Exported):
@@ -244,7 +245,8 @@ class ShardState:
 
     # --- cuts
 
-    def _pass_cut(self, cut: Cut) -> None:
+    def _pass_cut(self, reached: Reached) -> None:
+        cut = reached.cut
         if isinstance(cut.action, orders.Freeze):
             version = cut.action.version
             frozen = self.freeze() if version is None else self._take(version, cut.change)
@@ -252,7 +254,7 @@ class ShardState:
         elif isinstance(cut.action, orders.Move):
             assert cut.epoch is not None
             targets = [shard for shard in cut.awaited if shard != self.shard]
-            self._move(cut.action.slots, targets, cut.epoch)
+            self._move(cut.action.slots, targets, cut.epoch, reached.accounts)
 
     def freeze(self) -> FrozenShard:
         """The shard as it is now."""
@@ -345,7 +347,13 @@ class ShardState:
         for each in frozen.tables.values():
             each.thaw()
 
-    def _move(self, slots: tuple[int, ...], targets: Sequence[int], epoch: int) -> None:
+    def _move(
+        self,
+        slots: tuple[int, ...],
+        targets: Sequence[int],
+        epoch: int,
+        accounts: Mapping[str, Account],
+    ) -> None:
         """Sets rows and pieces aside for those who keep them from now on."""
         new = np.asarray(slots)
         self.slots = slots
@@ -360,7 +368,7 @@ class ShardState:
                 text = self.declared[name]
                 pieces[name] = MovedDense(text, own, group.steps, group.is_loaded)
             moved = {name: parts[target] for name, parts in tables.items()}
-            self.exports[target, epoch] = Moved(moved, pieces, self.chain, self._version)
+            self.exports[target, epoch] = Moved(moved, pieces, self.chain, self._version, accounts)
 
     def _leave(self, table: Table, slots: Any, targets: Sequence[int]) -> dict[int, MovedTable]:
         left, going = {}, []

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tensorwire.checkpoint import Checkpoint, CheckpointError
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.slots import SLOTS
 from tensorwire.parameter_server.decisions.views import Snapshot
 from tensorwire.parameter_server.declarations.dense_spec import PieceData
@@ -136,6 +137,7 @@ class Restored:
                 raise SnapshotError(f"it has version {version!r}, this release reads {FORMAT}")
             self.time = count(saved.meta.get("time"), "time")
             self.counts = _counts(saved.meta.get("counts"))
+            self.samplers, self.accounts = _samples(saved.meta)
             self.shards = tuple(_part(name, each.meta) for name, each in saved.parts.items())
             require(len({each.slots for each in self.shards}) == 1, "all parts have one map")
             named = all(each.name == part_name(each.shard) for each in self.shards)
@@ -371,6 +373,26 @@ def _counts(value: object) -> dict[int, int]:
     pairs = [typed(each, list, "a count") for each in typed(value, list, "counts")]
     require(all(len(pair) == 2 for pair in pairs), "counts are pairs")
     return {count(trainer, "a trainer"): count(pushes, "pushes") for trainer, pushes in pairs}
+
+
+def about_samples(samplers: Mapping[str, str], accounts: Mapping[str, Account]) -> dict[str, Any]:
+    """The plain data about samples that are counted.
+
+    Args:
+        samplers: by name, what each is.
+        accounts: by name, as they were at the cut.
+    """
+    told = {name: account.encode() for name, account in accounts.items()}
+    return {"samplers": {name: samplers[name] for name in told}, "accounts": told}
+
+
+def _samples(meta: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Account]]:
+    """The samplers whose samples were counted, and the accounts of them; both may be absent."""
+    samplers = typed(meta.get("samplers", {}), dict, "samplers")
+    accounts = typed(meta.get("accounts", {}), dict, "accounts")
+    require(accounts.keys() <= samplers.keys(), "each account is that of a sampler")
+    texts = {name: typed(text, str, "a sampler") for name, text in samplers.items()}
+    return texts, {name: Account.decode(each) for name, each in accounts.items()}
 
 
 @contextmanager

@@ -31,7 +31,11 @@ from tensorwire.parameter_server.snapshots.saved import SavedTable, require, typ
 
 
 def about_version(
-    shards: Sequence[int], counts: Mapping[int, int], time: int, extra: Any
+    shards: Sequence[int],
+    counts: Mapping[int, int],
+    time: int,
+    extra: Any,
+    samples: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The plain data that is kept with a version.
 
@@ -40,6 +44,7 @@ def about_version(
         counts: by trainer, how many of its pushes are in it.
         time: pushes of the fastest trainer.
         extra: the user's own.
+        samples: see ``contents.about_samples``.
     """
     return {
         "parameter_server": FORMAT,
@@ -47,6 +52,7 @@ def about_version(
         "counts": [list(each) for each in sorted(counts.items())],
         "time": time,
         "extra": extra,
+        **samples,
     }
 
 

@@ -23,6 +23,7 @@ _SHARD = {
     "time": 5,
     "low": 3,
     "bytes": 100,
+    "batches": {"samples": 3},
     "tables": {"words": {"rows": 7, "bytes": 80, "updates": 5, "not_admitted": 0, "evicted": 0}},
     "dense": {},
 }

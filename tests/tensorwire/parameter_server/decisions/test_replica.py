@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tensorwire.parameter_server.decisions.clock import Apply, Push, Taken
+from tensorwire.parameter_server.decisions.clock import Apply, Push, PushKind, Taken
 from tensorwire.parameter_server.decisions.consistency import BSP, Async
 from tensorwire.parameter_server.decisions.leases import LEASE, Renewal
 from tensorwire.parameter_server.decisions.orders import Copy, Prime
 from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
 from tensorwire.parameter_server.decisions.replica import (
     Assign,
+    Counted,
     Effect,
     Import,
     NotHead,
@@ -19,6 +20,7 @@ from tensorwire.parameter_server.decisions.replica import (
     Safe,
 )
 from tensorwire.parameter_server.decisions.replication import Fenced, Forward
+from tensorwire.parameter_server.decisions.samples import Account, Batches, Deal
 from tensorwire.parameter_server.decisions.views import Server, Shard
 
 
@@ -43,6 +45,23 @@ def test_values_are_not_set_before_what_they_replace_is_here() -> None:
     assert it.assigned(Assign("values"), "call") == [Respond("call", NotHead())]
     it.imported(Import(0, 1, "rows"), "import")
     assert Run(Assign("values")) in it.assigned(Assign("values"), "call")
+
+
+def test_an_account_of_samples_is_told_by_the_head_once_it_is_safe() -> None:
+    """One that is lost with the head would name batches that others are given."""
+    me, backup = Server("ps0", 0), Server("ps1", 0)
+    it = Replica(me, 0, BSP())
+    it.rechained(Shard(0, (me, backup), 1))
+    assert it.counted("a", "early") == [Respond("early", NotHead())]
+    it.ordered(Prime({0: 0}, 0, 0, (0,), accounts={"a": Account().dealt([0])}), "order")
+    it.acknowledged(backup, 1, 1)
+    it.pushed(Push(0, 0, 0, PushKind.SKIP, None, Batches("a", 1, (0, 1))), "push")
+    assert it.counted("a", "call") == []
+    account = Account(((0, 2),), Deal(1, (0,), ()))
+    assert Respond("call", Counted(account, 1)) in it.acknowledged(backup, 2, 1)
+    assert it.counted("b", "call") == [Respond("call", None)]
+    it.rechained(Shard(0, (backup, me), 2))
+    assert it.counted("a", "late") == [Respond("late", NotHead())]
 
 
 def test_a_backup_counts_only_when_it_has_what_was_acknowledged_while_it_was_made() -> None:

@@ -12,14 +12,20 @@ from __future__ import annotations
 import gc
 
 from tests.tensorwire.parameter_server.game.cluster import Game
-from tests.tensorwire.parameter_server.game.plans import Broken
+from tests.tensorwire.parameter_server.game.plans import Broken, draw_plan_with_samples
 
 
-def check_game(seed: int) -> int:
-    """Plays the game of a seed; raises if a rule is broken."""
+def check_game(seed: int, samples: bool = False) -> int:
+    """Plays the game of a seed; raises if a rule is broken.
+
+    Args:
+        seed: the seed.
+        samples: plays another game, in which trainers train the batches of a sampler.
+    """
     if seed % 8 == 0:
         gc.collect()  # of tables of past games, each of which has a share of all addresses
     try:
-        return Game(seed).play()
+        plan = draw_plan_with_samples(seed) if samples else None
+        return Game(seed, plan).play()
     except Exception as error:
         raise Broken(f"seed {seed}: {type(error).__name__}: {error}") from error

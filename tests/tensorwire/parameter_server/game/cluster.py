@@ -13,6 +13,7 @@ from tensorwire.parameter_server.decisions.clock import (
     PushKind,
 )
 from tensorwire.parameter_server.decisions.lives import Latest
+from tensorwire.parameter_server.decisions.samples import Batches
 from tensorwire.parameter_server.decisions.tasks import (
     Reply,
     Store,
@@ -52,8 +53,12 @@ class Game:
         self.folders: dict[str, dict[int, History]] = {}
         self.damaged: set[str] = set()
         self.kinds: dict[tuple[int, int], PushKind] = {}
+        self.batches: dict[tuple[int, int], Batches | None] = {}
+        self.late: set[tuple[int, int]] = set()
+        """Pushes of trainers that have not looked yet which batches are theirs by now."""
         self.names: dict[int, str] = {}
         self.finished: set[int] = set()
+        self.finished_in = -1
         self.kinds_seen: Counter[str] = Counter()
         self.lost_trainers: set[Server] = set()
         self.left: set[Client] = set()

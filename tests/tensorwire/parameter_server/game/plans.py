@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tensorwire.parameter_server.decisions.consistency import (
     BSP,
@@ -54,6 +54,8 @@ class Plan:
     """Versions are published beside whatever else happens."""
     clocks_stand: bool
     """The clocks of those stand meanwhile, as those of a machine that is paused."""
+    batches: int = 0
+    """The batches of a sampler that trainers train, instead of a number of steps."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -82,3 +84,10 @@ def draw_plan(seed: int) -> Plan:
         publishes=r.random() < 0.7,
         clocks_stand=r.random() < 0.5,
     )
+
+
+def draw_plan_with_samples(seed: int) -> Plan:
+    """The plan of a seed in which the samples are counted."""
+    r = random.Random(f"samples {seed}")
+    plan = replace(draw_plan(seed), consistency=BSP(), batches=r.randint(1, 24))
+    return replace(plan, trainers=r.randint(1, 3), trainer_kills=r.choice([0, 1, 2]))

@@ -15,13 +15,14 @@ from tensorwire.parameter_server.decisions.consistency import (
     staleness_of,
 )
 from tensorwire.parameter_server.decisions.leases import LEASE
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.tasks import (
     Conclude,
 )
 from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
 from tests.tensorwire.parameter_server.game.servers import ServerProcess
-from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
+from tests.tensorwire.parameter_server.game.trainers import SAMPLER, TrainerProcess
 
 if TYPE_CHECKING:
     from tests.tensorwire.parameter_server.game.cluster import Game
@@ -92,9 +93,11 @@ class Rules:
             raise Broken(f"pull {trainer.next} of {trainer.name} was answered at {low}")
         if isinstance(self.game.plan.consistency, BSP) and not self.game.rolled:
             own = [n for n in range(trainer.start, trainer.next)
-                   if self.game.kinds[trainer.number, n] is PushKind.UPDATE]  # fmt: skip
+                   if self.game.kinds[trainer.number, n] is PushKind.UPDATE
+                   and (trainer.number, n) not in self.game.late]  # fmt: skip
             for each, history in rows.items():
-                seen = [n for step in history for who, n in step if who == trainer.number]
+                seen = [n for step in history for who, n in step
+                        if who == trainer.number and (who, n) not in self.game.late]  # fmt: skip
                 if seen != own:
                     raise Broken(f"{trainer.name} pulled {each} with {seen}, not {own}")
 
@@ -106,6 +109,8 @@ class Rules:
                 raise Broken("two shards wrote the same row")
             whole |= rows
         self.check_exact(whole, effect.snapshot)
+        if SAMPLER in effect.snapshot.accounts:
+            self.check_samples(whole, effect.snapshot.accounts[SAMPLER])
         self.game.folders[effect.snapshot.folder] = whole
         if random.Random(f"{self.game.plan} {effect.snapshot}").random() < 0.3:
             self.game.damaged.add(effect.snapshot.folder)
@@ -121,9 +126,11 @@ class Rules:
             for trainer, count in snapshot.counts.items():
                 if trainer in lost:
                     continue
-                numbers = sorted(n for who, n in seen if who == trainer)
+                late = {n for who, n in self.game.late if who == trainer}
+                numbers = sorted(n for who, n in seen if who == trainer and n not in late)
                 sent = [n for (who, n), kind in self.game.kinds.items()
-                        if who == trainer and kind is PushKind.UPDATE and n < count]  # fmt: skip
+                        if who == trainer and kind is PushKind.UPDATE
+                        and n < count and n not in late]  # fmt: skip
                 if numbers != sorted(sent) and not self.game.rolled:
                     raise Broken(f"snapshot: id {each} has {numbers} of {trainer}, not {sent}")
 
@@ -155,6 +162,8 @@ class Rules:
         if sorted(rows) != sorted(IDS):
             raise Broken(f"kept are {sorted(rows)}")
         self.check_once(rows)
+        if self.game.plan.batches and self.game.finished_in == self.game.view.generation:
+            self.check_all_trained(rows)
         self.check_backups()
 
     def check_once(self, rows: dict[int, History]) -> None:
@@ -163,9 +172,10 @@ class Rules:
             if any(count > 1 for count in seen.values()):
                 raise Broken(f"id {each} got a push twice: {seen}")
             for trainer in self.game.trainers:
+                late = {n for who, n in self.game.late if who == trainer.number}
                 sent = {n for (who, n), kind in self.game.kinds.items()
-                        if who == trainer.number and kind is PushKind.UPDATE}  # fmt: skip
-                numbers = {n for who, n in seen if who == trainer.number}
+                        if who == trainer.number and kind is PushKind.UPDATE} - late  # fmt: skip
+                numbers = {n for who, n in seen if who == trainer.number} - late
                 if numbers != sent and not self.game.rolled:
                     raise Broken(f"id {each} has {numbers} of {trainer.name}, not {sent}")
         if isinstance(self.game.plan.consistency, BSP):
@@ -177,6 +187,33 @@ class Rules:
         for each in IDS:
             if rows.get(each, ()) != first:
                 raise Broken(f"ids {IDS[0]} and {each} went different ways")
+
+    def check_samples(self, rows: dict[int, History], account: Account) -> None:
+        """The batches that moved each row are those of the account, each once.
+
+        Those of pushes without gradients are in the account alone.
+        """
+        done = {number for each in account.done for number in range(*each)}
+        for each in IDS:
+            pairs = [pair for step in rows.get(each, ()) for pair in step]
+            batches = [self.game.batches[pair] for pair in pairs]
+            seen = Counter(number for b in batches if b is not None for number in b.numbers)
+            if any(count > 1 for count in seen.values()):
+                raise Broken(f"id {each} was moved twice by a batch: {seen}")
+            empty = {n for pair, b in self.game.batches.items() if b is not None
+                     and self.game.kinds.get(pair) is PushKind.SKIP for n in b.numbers}  # fmt: skip
+            if not set(seen) <= done or not done - set(seen) <= empty:
+                raise Broken(f"id {each} was moved by batches {sorted(seen)}, not {sorted(done)}")
+
+    def check_all_trained(self, rows: dict[int, History]) -> None:
+        """At the end every batch was trained."""
+        for shard in self.game.view.shards:
+            process = self.game.living[shard.head]
+            assert isinstance(process, ServerProcess)
+            account = process.replicas[shard.number].clock.accounts[SAMPLER]
+            if account.done != ((0, self.game.plan.batches),):
+                raise Broken(f"at the end, {account.done} of {self.game.plan.batches} are trained")
+            self.check_samples(rows, account)
 
     def check_backups(self) -> None:
         """Once all is quiet, every server of a chain has the same state."""

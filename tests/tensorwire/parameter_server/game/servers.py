@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from tensorwire.parameter_server.decisions import orders, views
 from tensorwire.parameter_server.decisions.clock import (
     Apply,
-    Cut,
     Reached,
     Refusal,
     Taken,
@@ -63,7 +62,9 @@ class State:
     slots: tuple[int, ...] = ()
     rows: dict[int, History] = field(default_factory=dict)
     frozen: dict[int, dict[int, History]] = field(default_factory=dict)
-    exports: dict[tuple[int, int], tuple[dict[int, History], Any]] = field(default_factory=dict)
+    exports: dict[tuple[int, int], tuple[dict[int, History], Any, Any]] = field(
+        default_factory=dict
+    )
 
     def owned(self) -> list[int]:
         return [each for each in IDS if self.slots and self.slots[each] == self.number]
@@ -356,6 +357,8 @@ class ServerProcess(Process):
             now = self.game.time_of(self)
             pull = replace(what[2], ask=(call, what[2].ask, now))
             self.carry_out(shard, replica.pulled(pull, now))
+        elif kind == "account":
+            self.carry_out(shard, replica.counted(what[2], call))
         elif kind == "import":
             self.carry_out(shard, replica.imported(what[2], call))
         elif kind == "ready":
@@ -535,14 +538,15 @@ class ServerProcess(Process):
             if whole is not None:
                 state.rows = {each: whole[each] for each in state.owned() if each in whole}
         elif isinstance(what, Reached):
-            self.pass_cut(state, what.cut)
+            self.pass_cut(state, what)
         elif isinstance(what, Import):
             for each, history in what.load[0].items():
                 state.rows[each] = history
         elif isinstance(what, Exported):
             state.exports.pop((what.target, what.epoch), None)
 
-    def pass_cut(self, state: State, cut: Cut) -> None:
+    def pass_cut(self, state: State, reached: Reached) -> None:
+        cut = reached.cut
         if isinstance(cut.action, orders.Freeze):
             state.frozen[cut.change] = dict(state.rows)
         if isinstance(cut.action, orders.Move):
@@ -556,7 +560,7 @@ class ServerProcess(Process):
                         if cut.action.slots[each] == target
                     }
                     moved = state.real.moved(target, cut.epoch)
-                    state.exports[target, cut.epoch] = load, moved
+                    state.exports[target, cut.epoch] = load, moved, reached.accounts
             self.resend_exports(state.number)
 
     def resend_exports(self, shard: int) -> None:
@@ -581,7 +585,7 @@ class ServerProcess(Process):
                 else:
                     self.carry_out(shard, self.replicas[shard].exported(target, epoch))
 
-            rows = Import(shard, epoch, load)
+            rows = Import(shard, epoch, load[:2], load[2])
             self.call(found.head, ("import", target, rows, replica.version), done)
 
     def read(self, shard: int, pull: Pull) -> None:
@@ -589,5 +593,5 @@ class ServerProcess(Process):
         state, replica = self.states[shard], self.replicas[shard]
         self.game.rules.check_read(self, shard, came)
         rows = {each: state.rows.get(each, ()) for each in state.owned()}
-        safe = replica.safe_count(trainer)
-        self.reply(call, ("rows", rows, safe, replica.clock.low, replica.version))
+        safe, clock = replica.safe_count(trainer), replica.clock
+        self.reply(call, ("rows", rows, safe, clock.low, replica.version, clock.deals))

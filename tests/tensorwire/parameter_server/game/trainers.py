@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.parameter_server.decisions import orders
@@ -13,6 +14,8 @@ from tensorwire.parameter_server.decisions.clock import (
     Refused,
 )
 from tensorwire.parameter_server.decisions.reads import Pull
+from tensorwire.parameter_server.decisions.replica import Counted
+from tensorwire.parameter_server.decisions.samples import Account, Batches, size, united
 from tensorwire.parameter_server.decisions.tasks import (
     Reply,
 )
@@ -24,6 +27,9 @@ from tests.tensorwire.parameter_server.game.processes import Process
 
 if TYPE_CHECKING:
     from tests.tensorwire.parameter_server.game.cluster import Game
+
+
+SAMPLER = "samples"
 
 
 class TrainerProcess(Process):
@@ -45,6 +51,9 @@ class TrainerProcess(Process):
         self.refreshing = False
         self.sent: set[int] = set()
         self.rollbacks = 0
+        self.account = Account()
+        self.deals_known = -1
+        self.deals_heard = 0
 
     def handle(self, sender: Server, number: int, what: Any) -> None:
         """It is asked if some are lost to it, too: it says so as soon as they are."""
@@ -113,6 +122,7 @@ class TrainerProcess(Process):
         self.phase = "work"
         self.wanted = None
         self.waiting = set()
+        self.deals_known, self.deals_heard = -1, 0
         self.pull()
 
     # --- what it does
@@ -123,6 +133,8 @@ class TrainerProcess(Process):
             self.ask_coordinator(orders.Announce(*self.undeclared[0]), self.is_declared)
         elif self.phase == "join":
             self.ask_coordinator(orders.Join(self.client), self.joined)
+        elif self.phase == "count":
+            self.ask_coordinator(orders.CountSamples(SAMPLER, SAMPLER), self.is_counted)
         elif self.phase == "leave":
             leave = orders.Leave(self.number, self.generation, self.start, self.next - 1)
             self.ask_coordinator(leave, self.gone)
@@ -172,10 +184,18 @@ class TrainerProcess(Process):
                 self.game.later(self, self.ask_count)
             return
         self.next = self.start = start
-        self.phase = "work"
         self.generation = self.game.view.generation
+        self.phase = "count" if self.game.plan.batches else "work"
         self.see(self.game.view)
-        self.pull()
+        if self.phase == "count":
+            self.act()
+        else:
+            self.pull()
+
+    def is_counted(self, text: Any) -> None:
+        if self.phase == "count" and text == SAMPLER:
+            self.phase = "work"
+            self.pull()
 
     def pull(self) -> None:
         assert self.view is not None
@@ -202,6 +222,7 @@ class TrainerProcess(Process):
                     self.refresh()
                 elif self.view is not None and epoch == self.view.epoch:
                     self.kept.safe(shard, answer[2])
+                    self.deals_heard = max(self.deals_heard, answer[5])
                     self.take_rows(shard, answer[1], answer[3])
             elif answer is Refusal.MOVED:
                 self.game.later(self, self.pull_anew)
@@ -232,6 +253,9 @@ class TrainerProcess(Process):
             self.step()
 
     def step(self) -> None:
+        if self.game.plan.batches:
+            self.train()
+            return
         last = self.left == 0
         kind = PushKind.FINISH if last else PushKind.UPDATE
         if kind is PushKind.UPDATE and self.game.random.random() < 0.1:
@@ -243,6 +267,65 @@ class TrainerProcess(Process):
         else:
             self.left -= 1
             self.pull()
+
+    # --- samples
+
+    def train(self) -> None:
+        """Pushes the next batches that are this trainer's, once it knows which these are."""
+        knows = self.deals_heard == self.deals_known
+        if not knows and self.deals_known >= 0 and self.game.random.random() < 0.2:
+            self.game.late.add((self.number, self.next))  # it has not looked at what it heard
+            knows = True
+        if knows and self.given():
+            self.train_batches()
+            return
+        assert self.view is not None
+        shard = self.view.shard(self.view.active[0])
+        step = self.generation, self.next
+
+        def answered(answer: Any) -> None:
+            if step != (self.generation, self.next) or self.phase != "work":
+                return
+            if isinstance(answer, Counted) and shard in self.game.view.shards:
+                self.account = answer.account
+                self.deals_known = self.deals_heard = answer.deals
+                self.train_batches()
+            else:
+                self.game.later(self, again)
+
+        def again() -> None:
+            self.look()
+            if step == (self.generation, self.next) and self.phase == "work":
+                self.train()
+
+        if shard is None or not shard.chain:
+            self.game.later(self, again)
+        else:
+            self.call(shard.head, ("account", shard.number, SAMPLER), answered)
+
+    def train_batches(self) -> None:
+        """Pushes what is next; an empty push while others have something left."""
+        mine = self.given()
+        done = size(self.account.done) == self.game.plan.batches
+        kind = PushKind.FINISH if done else PushKind.UPDATE if mine else PushKind.SKIP
+        if mine and self.game.random.random() < 0.1:
+            kind = PushKind.SKIP  # as GradScaler does
+        few = mine[: self.game.random.choice([1, 1, 1, 2])]
+        batches = Batches(SAMPLER, self.account.deal.number, tuple(few)) if few else None
+        self.account = replace(self.account, done=united(self.account.done, few))
+        self.game.batches[self.number, self.next] = batches
+        self.push(self.next, kind)
+        self.next += 1
+        if done:
+            self.phase = "finish"
+        else:
+            self.pull()
+
+    def given(self) -> list[int]:
+        """The batches that are this trainer's, as far as it knows."""
+        return list(self.account.remaining(self.number, 0, self.game.plan.batches))
+
+    # --- pushing
 
     def push(self, number: int, kind: PushKind) -> None:
         assert self.view is not None
@@ -268,7 +351,8 @@ class TrainerProcess(Process):
         def answered(answer: Any) -> None:
             self.push_answered(shard, number, epoch, answer)
 
-        push = Push(self.number, number, epoch, kind, part)
+        batches = self.game.batches.get((self.number, number))
+        push = Push(self.number, number, epoch, kind, part, batches)
         self.call(found.head, ("push", shard, push), answered)
 
     def send_again(self, shard: int) -> None:
@@ -310,3 +394,4 @@ class TrainerProcess(Process):
         if self.phase == "leave":
             self.phase = "done"
             self.game.finished.add(self.number)
+            self.game.finished_in = self.generation

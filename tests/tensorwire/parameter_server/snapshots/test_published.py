@@ -137,7 +137,7 @@ class _Cluster:
             return
         for shard in self.shards.values():
             shard.run(orders.Published(change))
-        found = content_of(folder, about_version(list(writers), {0: time}, time, None))
+        found = content_of(folder, about_version(list(writers), {0: time}, time, None, {}))
         found.verify()
         if extent is Extent.CHANGES:
             rows = [i for _, c in found.pieces(_USERS.name) for i in c["ids"].tolist()]

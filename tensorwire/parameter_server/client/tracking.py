@@ -1,0 +1,299 @@
+"""Follows the batches of a sampler from the loader to the push that they become part of.
+
+A *turn* is the time in which this trainer works through its part of one deal
+(``decisions.samples``). It ends when the part is trained, when samples were given out anew, or when
+the cluster went back; what the loader had read ahead by then is dropped, and the next turn begins.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from tensorwire.parameter_server.decisions.samples import Batches, gaps
+from tensorwire.parameter_server.errors import RolledBack
+
+if TYPE_CHECKING:
+    from tensorwire.parameter_server.client.cluster import Cluster
+
+_logger: Final = logging.getLogger("tensorwire")
+_AT_A_TIME: Final = 8
+"""Batches whose indices are computed together."""
+
+Indices = Callable[[list[int]], list[list[int]]]
+"""The indices of the samples of each of these batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A batch on its way.
+
+    Args:
+        sampler: the name of its sampler.
+        number: of the batch.
+        deal: that gave it to this trainer.
+        turn: in which it was read.
+        rollbacks: how often the cluster had gone back by then.
+    """
+
+    sampler: str
+    number: int
+    deal: int
+    turn: int
+    rollbacks: int
+
+
+class Given:
+    """The batches that were given out since the last push of this trainer."""
+
+    def __init__(self) -> None:
+        self._tickets: list[Ticket] = []
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def add(self, ticket: Ticket) -> None:
+        """A batch is given out."""
+        self._tickets.append(ticket)
+
+    def forget(self) -> None:
+        """What was given out will not be pushed."""
+        self._tickets.clear()
+
+    def take(self, rollbacks: int) -> Batches | None:
+        """A push is made of all that was given out, unless the cluster went back meanwhile.
+
+        Args:
+            rollbacks: how often the cluster went back.
+
+        Returns:
+            The batches; None if there are none.
+
+        Raises:
+            ValueError: they are of several samplers.
+        """
+        tickets = [each for each in self._tickets if each.rollbacks == rollbacks]
+        self._tickets.clear()
+        if not tickets:
+            return None
+        names = sorted({each.sampler for each in tickets})
+        if len(names) > 1:
+            raise ValueError(
+                f"the batches of this push are of the samplers {', '.join(names)}; push those of "
+                "one before you take one of another"
+            )
+        oldest = min(each.deal for each in tickets)  # so that all are refused if one would be
+        return Batches(names[0], oldest, tuple([each.number for each in tickets]))
+
+    def require_whole_steps(self) -> None:
+        """Refuses pushes of a part of a step.
+
+        Raises:
+            ValueError: the samples of this step are counted.
+        """
+        if self._tickets:
+            raise ValueError(
+                "ps.Optimizer: pushing=Pushing.BACKWARD makes several pushes of one batch, of "
+                "which some may count and others not; with cluster.samples use Pushing.STEP"
+            )
+
+
+class Tracked:
+    """The batches of a loader, each of which counts as trained with the next push.
+
+    Made by :meth:`Samples.track`, which says what comes out.
+
+    Args:
+        cluster: where the account is.
+        name: of the sampler.
+        loader: reads what :meth:`indices` says.
+        indices: makes indices of the numbers of batches.
+        window: the numbers of the batches that this is about: the first, and the one behind the
+            last.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        loader: Iterable[Any],
+        indices: Indices,
+        window: tuple[int, int],
+    ) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._loader = loader
+        self._indices_of = indices
+        self._window = window
+        self._batches: Iterator[Any] | None = None
+        self._read: deque[Ticket] = deque()
+        self._numbers: Iterator[int] = iter(())
+        self._block: deque[tuple[int, list[int]]] = deque()
+        self._turn = 0
+        self._deal = 0
+        self._seen = (-1, -1)
+
+    def __iter__(self) -> Iterator[Any]:
+        for turn in self.turns():
+            for batch in turn:
+                if not turn.give():
+                    break
+                yield batch
+
+    def turns(self) -> Iterator[Turn]:
+        """Yields what is to be done one after the other, until everything is trained."""
+        self._cluster.given.forget()
+        while self._goes_on():
+            yield Turn(self)
+
+    # --- what the loader is to read
+
+    def next_indices(self) -> list[int]:
+        """The samples of the next batch of this turn.
+
+        Raises:
+            StopIteration: it was the last.
+        """
+        if not self._fill():
+            raise StopIteration
+        number, indices = self._block.popleft()
+        rollbacks, _ = self._seen
+        self._read.append(Ticket(self._name, number, self._deal, self._turn, rollbacks))
+        return indices
+
+    def _fill(self) -> bool:
+        """Computes what is to be read next; False if there is nothing."""
+        if not self._block:
+            numbers = list(islice(self._numbers, _AT_A_TIME))
+            self._block.extend(zip(numbers, self._indices_of(numbers), strict=True))
+        return bool(self._block)
+
+    # --- what the loader has read
+
+    def next_batch(self) -> tuple[Any, Ticket]:
+        """The next batch of this turn.
+
+        Raises:
+            StopIteration: there is none.
+            RuntimeError: the loader does not read what it is told to.
+        """
+        while True:
+            begins = self._batches is None
+            if self._batches is None:
+                if not self._fill():
+                    raise StopIteration
+                self._read.clear()
+                self._batches = iter(self._loader)
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._batches = None
+                if begins:
+                    raise RuntimeError(
+                        f"the loader of sampler {self._name!r} ends before it has read anything"
+                    ) from None
+                continue
+            ticket = self._read.popleft()
+            if ticket.turn == self._turn:
+                return batch, ticket
+
+    # --- turns
+
+    @property
+    def is_stale(self) -> bool:
+        """True if samples were given out anew, or the cluster went back, since the turn began."""
+        session = self._cluster.session
+        return self._seen != (session.rollbacks, session.deals)
+
+    def give(self, ticket: Ticket) -> bool:
+        """Gives a batch out, unless it is another trainer's by now."""
+        given = self._cluster.given
+        if self.is_stale and (not len(given) or self._went_back()):
+            return False
+        given.add(ticket)
+        return True
+
+    def _went_back(self) -> bool:
+        return self._seen[0] != self._cluster.session.rollbacks
+
+    def _goes_on(self) -> bool:
+        """Begins a turn as soon as there is one for this trainer; False if all is trained."""
+        begin, end = self._window
+        while not self._waits_for_a_push():
+            try:
+                done = self._look()
+                if self._fill():
+                    return True
+                if all(behind <= begin for _, behind in gaps(done, end)):
+                    return False
+                self._cluster.pass_step()
+            except RolledBack as error:
+                self.recover(error)
+        return False
+
+    def _waits_for_a_push(self) -> bool:
+        """True if this trainer's part ends with batches that it has not pushed; the log says so."""
+        given = self._cluster.given
+        if self._went_back():
+            given.forget()
+        if given:
+            _logger.warning(
+                "sampler %r: the last %d batches were given out and not pushed; they count as "
+                "trained with the next push, call optimizer.step()", self._name, len(given),
+            )  # fmt: skip
+        return bool(given)
+
+    def _look(self) -> tuple[tuple[int, int], ...]:
+        """Finds out what is this trainer's; returns what is trained."""
+        session = self._cluster.session
+        rollbacks = session.rollbacks
+        account = session.account_of(self._name)
+        self._seen, self._deal = (rollbacks, session.deals), account.deal.number
+        self._turn += 1
+        self._block.clear()
+        self._numbers = account.remaining(self._cluster.number, *self._window)
+        return account.done
+
+    def recover(self, error: RolledBack) -> None:
+        """The cluster went back while this trainer had nothing under way: goes on from there."""
+        _logger.warning(
+            "sampler %r goes on at step %d, as the cluster went back: %s",
+            self._name, error.step, error,
+        )  # fmt: skip
+        self._cluster.reload()
+
+
+class Turn:
+    """The batches of one turn.
+
+    Args:
+        tracked: whose.
+    """
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self._waiting: deque[Ticket] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch, ticket = self._tracked.next_batch()
+        self._waiting.append(ticket)
+        return batch
+
+    def give(self) -> bool:
+        """The first of the batches that were read and not given out is given out now.
+
+        Returns:
+            False if the turn is over, and this batch and those behind it are to be dropped.
+        """
+        return self._tracked.give(self._waiting.popleft())
+
+    def recover(self, error: RolledBack) -> None:
+        """See :meth:`Tracked.recover`."""
+        self._tracked.recover(error)
