@@ -173,10 +173,10 @@ def test_threads_never_see_tensors_of_two_versions(tmp_path: Path) -> None:
         readers = [threading.Thread(target=read) for _ in range(2)]
         for each in readers:
             each.start()
-        for value in range(1, 16):
+        for value in range(1, 9):
             _fill(model, value)
             publishing.update()
-        weights.wait_for(15, timeout=60)
+        weights.wait_for(8, timeout=60)
         over.set()
         for each in readers:
             each.join()

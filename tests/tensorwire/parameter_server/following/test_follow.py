@@ -163,8 +163,8 @@ def test_lookups_of_many_threads_are_each_of_one_version(tmp_path: Path) -> None
             readers = [threading.Thread(target=each) for each in (read, read, read_pinned)]
             for each in readers:
                 each.start()
-            for step in range(1, 13):
-                kind = published.delta if step % 5 else published.base
+            for step in range(1, 8):
+                kind = published.delta if step % 4 else published.base
                 kind(step, {"items": same(step, range(300))})
                 waiting.until(lambda step=step: step in seen, 60)  # type: ignore[misc]
             over.set()
