@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-_RESERVED: Final = 1 << 38
+_RESERVED: Final = ((64, 1 << 38), (512, 1 << 36))
+"""So many columns of a process reserve so many bytes of addresses each. A process has 2**47, of
+which 64 columns take an eighth, and 512 nearly half."""
+_RESERVED_BY_OTHERS: Final = 1 << 34
 _LEAST: Final = 1 << 26
 _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _PAGE: Final = 1 << 21
@@ -21,16 +25,20 @@ class Column:
         dtype: of the numbers.
         width: how many there are in a row.
         reserved: bytes of addresses that rows may take before they have to be copied elsewhere.
+            Default 256 GiB; 64 or 16 GiB where the process has many columns.
 
     Attributes:
         address: where the first one lies.
     """
 
-    def __init__(self, dtype: DTypeLike, width: int, reserved: int = _RESERVED) -> None:
+    _all: weakref.WeakSet[Column] = weakref.WeakSet()
+
+    def __init__(self, dtype: DTypeLike, width: int, reserved: int | None = None) -> None:
         self.dtype = np.dtype(dtype)
         self.width = width
         self._row_bytes = self.dtype.itemsize * width
-        self._memory = _reserve(reserved)
+        self._memory = _reserve(_usual(len(self._all)) if reserved is None else reserved)
+        self._all.add(self)
         self.rows: NDArray[Any] = self._view()
 
     def _view(self) -> NDArray[Any]:
@@ -55,6 +63,11 @@ class Column:
             self._memory.madvise(mmap.MADV_DONTNEED, begin, len(self._memory) - begin)
         end = min(begin // self._row_bytes + 1, len(self.rows))
         self.rows[count:end] = 0
+
+
+def _usual(columns: int) -> int:
+    """Bytes of addresses for one more column than so many."""
+    return next((size for most, size in _RESERVED if columns < most), _RESERVED_BY_OTHERS)
 
 
 def _reserve(size: int) -> mmap.mmap:
