@@ -21,7 +21,7 @@ import rpc
 from remote_module import RemoteModule
 from rpc.agent import Agent
 from rpc.outcomes import collecting
-from rpc.runtime.threads import running_frames
+from rpc.runtime.threads import running_stacks
 from rpc.testing import as_worker, local_group
 from rpc.transports.base import Transport
 from tensorwire import parameter_server as ps
@@ -76,12 +76,8 @@ def heard(when: Callable[[], bool] = lambda: True) -> Iterator[None]:
 
 def main_thread_is_in(*functions: str) -> bool:
     """True if the main thread runs functions of these names, whichever calls which."""
-    frame = running_frames().get(threading.main_thread().ident or 0)
-    running = set()
-    while frame is not None:
-        running.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return running.issuperset(functions)
+    stack = running_stacks().get(threading.main_thread().ident or 0, [])
+    return {place.function for place in stack}.issuperset(functions)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from typing import IO, Any, Protocol
 from rpc.current import find_agent
 from rpc.errors import RpcError
 from rpc.runtime import prompt_signals
-from rpc.runtime.threads import Thread, running_frames
+from rpc.runtime.threads import Thread, running_stacks
 from rpc.worker_info import WorkerInfo
 
 
@@ -210,19 +210,20 @@ def _without_agent() -> str:
 
 def _threads(agent: DumpedWorker | None) -> Iterator[str]:
     """The stacks of all threads, the worker's first; those that wait for work only counted."""
-    frames = running_frames()
+    stacks = running_stacks()
     prefix = f"rpc-{agent.info.name}" if agent is not None else "rpc-"
     known = sorted(threading.enumerate(), key=lambda t: (not t.name.startswith(prefix), t.name))
     idle: dict[str, int] = {}
     for thread in known:
-        frame = frames.get(thread.ident or 0)
-        if frame is None or thread is threading.current_thread():
+        stack = stacks.get(thread.ident or 0)
+        if stack is None or thread is threading.current_thread():
             continue
-        stack = traceback.extract_stack(frame)
-        if any(entry.name == "_take" and entry.filename.endswith("executor.py") for entry in stack):
+        if any(at.function == "_take" and at.file.endswith("executor.py") for at in stack):
             idle[thread.name] = idle.get(thread.name, 0) + 1
             continue
         yield f"thread {thread.name} [{thread.native_id}]:"
-        yield from "".join(traceback.format_list(stack)).rstrip().split("\n")
+        entries = [(at.file, at.line, at.function, None) for at in reversed(stack)]
+        lines = traceback.StackSummary.from_list(entries).format()
+        yield from "".join(lines).rstrip().split("\n")
     for name, count in idle.items():
         yield f"threads {name}: {count} without work"

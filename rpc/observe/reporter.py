@@ -16,14 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from types import FrameType
 from typing import Any, Final, Protocol
 
 from rpc.observe.debug_dump import DumpedWorker, describe
 from rpc.observe.metrics import CallMetrics, Histogram, Snapshot
 from rpc.observe.progress import Progress
 from rpc.observe.sampling import sample
-from rpc.runtime.threads import Thread, running_frames
+from rpc.runtime.threads import Thread, running_stacks
 
 WATCH: Final = "RPC_WATCH"
 """Environment variable: path of the Unix socket at which a launcher listens."""
@@ -161,19 +160,13 @@ def _threads() -> list[dict[str, object]]:
     """The innermost functions of each thread but this one, innermost first; the main one's too."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
-        {"name": names.get(ident, "?"), "stack": _innermost(frame)}
-        for ident, frame in running_frames().items()
+        {
+            "name": names.get(ident, "?"),
+            "stack": [f"{at.function} ({at.file}:{at.line})" for at in stack[:_DEEPEST]],
+        }
+        for ident, stack in running_stacks().items()
         if ident != threading.get_ident()
     ]
-
-
-def _innermost(frame: FrameType | None) -> list[str]:
-    found: list[str] = []
-    while frame is not None and len(found) < _DEEPEST:
-        code = frame.f_code
-        found.append(f"{code.co_name} ({code.co_filename}:{frame.f_lineno})")
-        frame = frame.f_back
-    return found
 
 
 def _oldest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,10 +10,9 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from types import FrameType
 from typing import Final
 
-from rpc.runtime.threads import running_frames
+from rpc.runtime.threads import Place, running_stacks
 
 _LOOKS_A_SECOND: Final = 50
 _DEEPEST: Final = 64
@@ -46,13 +45,12 @@ def sample(stop: threading.Event, seconds: float) -> dict[str, object]:
     while (now := time.monotonic()) < begun + seconds and not stop.is_set():
         if len(events) >= _MOST_EVENTS:
             break
-        frames = running_frames()
-        for thread in stacks.keys() - frames.keys():
+        seen = running_stacks()
+        for thread in stacks.keys() - seen.keys():
             _end(events, thread, stacks.pop(thread), 0, now - begun)
-        for thread, frame in frames.items():
+        for thread, places in seen.items():
             if thread != me:
-                _note(events, thread, stacks.setdefault(thread, []), frame, now - begun)
-        del frames
+                _note(events, thread, stacks.setdefault(thread, []), places, now - begun)
         stop.wait(max(0.0, 1 / _LOOKS_A_SECOND - (time.monotonic() - now)))
     for thread, stack in stacks.items():
         _end(events, thread, stack, 0, time.monotonic() - begun)
@@ -60,10 +58,14 @@ def sample(stop: threading.Event, seconds: float) -> dict[str, object]:
 
 
 def _note(
-    events: list[dict[str, object]], thread: int, stack: list[_Open], frame: FrameType, now: float
+    events: list[dict[str, object]],
+    thread: int,
+    stack: list[_Open],
+    places: list[Place],
+    now: float,
 ) -> None:
     """Ends the functions that a thread has left, and begins those that it is in now."""
-    seen = _functions(frame)
+    seen = [(place.function, place.file) for place in reversed(places)][:_DEEPEST]
     same = 0
     while same < min(len(stack), len(seen)) and seen[same] == (stack[same].name, stack[same].where):
         same += 1
@@ -87,16 +89,6 @@ def _end(
             }
         )
     del stack[keep:]
-
-
-def _functions(frame: FrameType | None) -> list[tuple[str, str]]:
-    """Name and place of each function of a stack, the outermost first."""
-    found: list[tuple[str, str]] = []
-    while frame is not None:
-        code = frame.f_code
-        found.append((getattr(code, "co_qualname", code.co_name), f"{code.co_filename}"))
-        frame = frame.f_back
-    return found[::-1][:_DEEPEST]
 
 
 def _names() -> list[dict[str, object]]:

@@ -8,15 +8,17 @@ there, or an exit itself, needs them, and the operating system still has them.
 from __future__ import annotations
 
 import ctypes
-import gc
+import faulthandler
 import os
+import re
 import sys
 import threading
-from types import FrameType
+from typing import Final, NamedTuple
 
 _REFUSED = "at interpreter shutdown"
-_looking = threading.Lock()
-"""Held while the collector is off for the sake of a look at the threads."""
+_THREAD: Final = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+) .*\(most recent call first\):")
+_PLACE: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
 class Thread(threading.Thread):
@@ -65,17 +67,46 @@ def _begin(thread: threading.Thread) -> None:
     system.pthread_detach(handle)
 
 
-def running_frames() -> dict[int, FrameType]:
-    """The frame that each thread runs, by its ident.
+class Place(NamedTuple):
+    """Where a thread is in one function.
 
-    Python holds a lock over all threads meanwhile. A collection of garbage, if that call set it
-    off, could free a ``threading.local``, which waits for the same lock, for ever: so none may.
+    Args:
+        function: its name.
+        file: of its code.
+        line: that runs, or that called the next function; 0 if Python does not know.
     """
-    with _looking:
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return sys._current_frames()
-        finally:
-            if was_enabled:
-                gc.enable()
+
+    function: str
+    file: str
+    line: int
+
+
+def running_stacks() -> dict[int, list[Place]]:
+    """What each thread that runs Python code is in, innermost first, by the thread's ident.
+
+    Of at most 100 threads the innermost 100 functions each, as ``faulthandler`` tells them while
+    no other thread runs. Frames of other threads, as ``sys._current_frames`` gives them, must not
+    be followed: their ``f_back`` is read while those threads return, and in CPython 3.11 it then
+    leads to memory that is other objects' by now.
+    """
+    told = os.memfd_create("stacks", os.MFD_CLOEXEC)
+    try:
+        faulthandler.dump_traceback(told, all_threads=True)
+        text = os.pread(told, os.fstat(told).st_size, 0).decode("ascii", "backslashreplace")
+    finally:
+        os.close(told)
+    stacks: dict[int, list[Place]] = {}
+    stack: list[Place] = []
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            stack = stacks[int(thread[1], 16)] = []
+        elif place := _PLACE.match(line):
+            file, number, function = place.groups()
+            where = int(number) if number.isdecimal() else 0
+            stack.append(Place(_unescaped(function), _unescaped(file), where))
+    return {ident: stack for ident, stack in stacks.items() if stack}
+
+
+def _unescaped(text: str) -> str:
+    """Characters beyond ASCII, as ``faulthandler`` writes them, are themselves again."""
+    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), text)

@@ -18,7 +18,7 @@ import ctypes
 import threading
 from threading import get_ident
 
-from rpc.runtime.threads import running_frames
+from rpc.runtime.threads import running_stacks
 
 _ensure = ctypes.pythonapi.PyGILState_Ensure
 _release = ctypes.pythonapi.PyGILState_Release
@@ -60,7 +60,7 @@ class PoolThreads:
 
     def in_python(self) -> set[int]:
         """Those that run something now, by what Python identifies threads with."""
-        return self._kept & {*running_frames()}
+        return self._kept & {*running_stacks()}
 
     def interrupt(self) -> None:
         """Raises ``SystemExit`` in what they run; what waits learns of it when it has waited."""

@@ -110,7 +110,7 @@ class Tracked:
     Args:
         cluster: where the account is.
         name: of the sampler.
-        loader: reads what :meth:`indices` says.
+        loader: reads what ``indices`` says.
         indices: makes indices of the numbers of batches.
         window: the numbers of the batches that this is about: the first, and the one behind the
             last.

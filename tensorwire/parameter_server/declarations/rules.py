@@ -211,7 +211,7 @@ class SGD(BatchedRule):
         weight.add_(grad, alpha=-self.lr)
 
     def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
-        """See :class:`BatchedRule`."""
+        """Moves a range of the touched rows of several tables."""
         rows = t.rows, t.ends, begin, end, t.grad
         if self.momentum:
             hyper = self.lr, self.momentum, self.nesterov, self.weight_decay
@@ -260,7 +260,7 @@ class Adagrad(BatchedRule):
         weight.addcdiv_(grad, total.sqrt().add_(self.eps), value=-self.rate(step))
 
     def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
-        """See :class:`BatchedRule`."""
+        """Moves a range of the touched rows of several tables."""
         rows = t.rows, t.ends, begin, end, t.grad
         under = t.room(begin, end)
         k.adagrad_sums(t.weights, t.state["sum"], *rows, self.weight_decay, under)
@@ -302,7 +302,7 @@ class RowwiseAdagrad(BatchedRule):
         weight.addcmul_(grad, steps, value=-1)
 
     def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
-        """See :class:`BatchedRule`."""
+        """Moves a range of the touched rows of several tables."""
         rows = t.rows, t.ends, begin, end
         squares: Floats = np.empty(end - begin, np.float32)
         k.square_sums(t.grad[begin:end], squares)
@@ -349,7 +349,7 @@ class Adam(BatchedRule):
         weight.add_(-self.size(step) * moved)
 
     def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
-        """See :class:`BatchedRule`."""
+        """Moves a range of the touched rows of several tables."""
         one, two = self.betas
         rows = t.rows, t.ends, begin, end
         mean, under = t.state["mean"], t.room(begin, end)
@@ -394,7 +394,7 @@ class FTRL(BatchedRule):
         weight.copy_(torch.where(linear.abs() <= self.l1, torch.zeros_like(moved), moved))
 
     def batch_kernel(self, k: ModuleType, t: Touched, begin: int, end: int, step: int) -> None:
-        """See :class:`BatchedRule`."""
+        """Moves a range of the touched rows of several tables."""
         rows = t.rows, t.ends, begin, end, t.grad
         old, new = t.room(begin, end), t.room(begin, end)
         k.ftrl_sums(t.state["sum"], *rows, old, new)

@@ -47,11 +47,11 @@ class Float32(Kind):
         return True
 
     def pack(self, rows: Tensor) -> Packed:
-        """See :class:`Kind`."""
+        """Packs ``(n, dim)`` rows."""
         return (rows,)
 
     def unpack(self, packed: Packed, width: int) -> Tensor:
-        """See :class:`Kind`."""
+        """The rows, as ``(n, width)`` float32."""
         return packed[0]
 
 
@@ -60,11 +60,11 @@ class BFloat16(Kind):
     """Half the bytes, three decimal digits."""
 
     def pack(self, rows: Tensor) -> Packed:
-        """See :class:`Kind`."""
+        """Packs ``(n, dim)`` rows."""
         return (rows.bfloat16(),)
 
     def unpack(self, packed: Packed, width: int) -> Tensor:
-        """See :class:`Kind`."""
+        """The rows, as ``(n, width)`` float32."""
         return packed[0].float()
 
 
@@ -73,11 +73,11 @@ class Float16(Kind):
     """Half the bytes, four decimal digits, nothing above 65504."""
 
     def pack(self, rows: Tensor) -> Packed:
-        """See :class:`Kind`."""
+        """Packs ``(n, dim)`` rows."""
         return (rows.clamp(-65504.0, 65504.0).half(),)
 
     def unpack(self, packed: Packed, width: int) -> Tensor:
-        """See :class:`Kind`."""
+        """The rows, as ``(n, width)`` float32."""
         return packed[0].float()
 
 
@@ -86,12 +86,12 @@ class Int8(Kind):
     """A quarter of the bytes: whole numbers from -127 to 127 and one scale for each row."""
 
     def pack(self, rows: Tensor) -> Packed:
-        """See :class:`Kind`."""
+        """Packs ``(n, dim)`` rows."""
         scale = rows.abs().amax(1, keepdim=True).clamp_min_(_TINY) / 127
         return (rows / scale).round_().to(torch.int8), scale
 
     def unpack(self, packed: Packed, width: int) -> Tensor:
-        """See :class:`Kind`."""
+        """The rows, as ``(n, width)`` float32."""
         return packed[0].float() * packed[1]
 
 
@@ -113,13 +113,13 @@ class TopK(Kind):
             raise ValueError("TopK: share=0 would send nothing")
 
     def pack(self, rows: Tensor) -> Packed:
-        """See :class:`Kind`."""
+        """Packs ``(n, dim)`` rows."""
         count = max(1, round(rows.shape[1] * self.share))
         where = rows.abs().topk(count, dim=1, sorted=False).indices
         return rows.gather(1, where), where.to(torch.int32)
 
     def unpack(self, packed: Packed, width: int) -> Tensor:
-        """See :class:`Kind`."""
+        """The rows, as ``(n, width)`` float32."""
         values, where = packed
         rows = torch.zeros(values.shape[0], width)
         return rows.scatter_(1, where.long(), values)

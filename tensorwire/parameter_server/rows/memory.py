@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -31,7 +31,7 @@ class Column:
         address: where the first one lies.
     """
 
-    _all: weakref.WeakSet[Column] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet[Column]] = weakref.WeakSet()
 
     def __init__(self, dtype: DTypeLike, width: int, reserved: int | None = None) -> None:
         self.dtype = np.dtype(dtype)

@@ -17,7 +17,7 @@ from rpc.errors import BringUpError
 from rpc.group import rendezvous
 from rpc.group.records import Record
 from rpc.group.tcp_store import TcpStoreClient
-from rpc.runtime.threads import running_frames
+from rpc.runtime.threads import running_stacks
 from tests.rpc.stores import SECONDS, SOON, CountingStore, begun, in_turns, outcome, record, signed
 from tests.signals import heeding_interrupts
 from tests.waiting import until
@@ -244,7 +244,7 @@ class TestWhatKeepsAStaticGroupFromForming:
         def interrupt() -> None:
             until(lambda: None not in round_of(store).records([0]))
             # A signal that comes just before a thread blocks would be noticed only afterwards.
-            until(lambda: running_frames()[main].f_code.co_name == "wait")
+            until(lambda: running_stacks()[main][0].function == "wait")
             signal.pthread_kill(main, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)

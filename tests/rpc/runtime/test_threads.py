@@ -1,19 +1,22 @@
-"""Threads can be started where Python itself starts none any more."""
+"""Threads can be started where Python itself starts none any more, and tell where they are."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rpc.runtime.threads import Thread
+from rpc.runtime.threads import Thread, running_stacks
 from tests.programs import run_program
+from tests.waiting import until
 
 SECONDS = 20.0
 
@@ -105,3 +108,57 @@ def test_a_programs_exit_hooks_may_call_and_shut_down(backend: str, tmp_path: Pa
     )
     ended = run_program(tmp_path, program)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "3\n", "")
+
+
+def wait_for_größe(gate: threading.Event) -> None:
+    gate.wait(SECONDS)
+
+
+def test_what_a_thread_is_in_is_told_innermost_first_with_its_lines() -> None:
+    gate = threading.Event()
+    other = threading.Thread(target=wait_for_größe, args=(gate,))
+    other.start()
+    try:
+        until(lambda: "wait" in [at.function for at in running_stacks()[other.ident or 0]])
+        stack = running_stacks()[other.ident or 0]
+    finally:
+        gate.set()
+        other.join()
+    functions = [at.function for at in stack]
+    assert functions[-2:] == ["_bootstrap_inner", "_bootstrap"]
+    ours = stack[functions.index("wait_for_größe")]
+    assert (ours.file, ours.line) == (__file__, wait_for_größe.__code__.co_firstlineno + 1)
+    assert functions[0] == "wait"
+    assert other.ident not in running_stacks()
+
+
+def test_stacks_are_right_while_threads_run_on() -> None:
+    stop = threading.Event()
+
+    def numbers() -> Iterator[int]:
+        yield from range(3)
+
+    def fail(depth: int) -> None:
+        if not depth:
+            raise ValueError("at the bottom")
+        for _ in numbers():
+            fail(depth - 1)
+
+    def run() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(ValueError):
+                fail(8)
+
+    others = [threading.Thread(target=run) for _ in range(3)]
+    for other in others:
+        other.start()
+    try:
+        stacks = [running_stacks()[other.ident or 0] for _ in range(20) for other in others]
+    finally:
+        stop.set()
+        for other in others:
+            other.join()
+    for stack in stacks:
+        assert [at.function for at in stack][-1] == "_bootstrap"
+        depths = [at.function for at in stack].count("fail")
+        assert depths <= 9
