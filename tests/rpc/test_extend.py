@@ -386,8 +386,16 @@ def what_came(count: int) -> list[tuple[int, bytes, list[float]]]:
     )
 
 
+def knows(worker: str) -> bool:
+    try:
+        return extend.life_of(worker) is not None
+    except rpc.UnknownWorkerError:
+        return False
+
+
 def post_from_buffers(count: int) -> int:
     """Returns how many of the buffers lay in shared memory."""
+    until(lambda: knows("b"))  # who joined first hears of the other some time later
     lent = 0
     for number in range(count):
         buffer = extend.send_buffer("b", (4, LARGE)).fill_(number)

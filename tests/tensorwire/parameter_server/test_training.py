@@ -22,7 +22,7 @@ from tensorwire.parameter_server.client.exchange import Gradients, Wanted
 from tensorwire.parameter_server.client.splitting import WholeDense
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.declarations.spec import TableSpec
-from tensorwire.parameter_server.server import node, writing
+from tensorwire.parameter_server.server import writing
 from tensorwire.parameter_server.storage.table import Part, Table
 from tests import waiting
 from tests.tensorwire.parameter_server.clusters import run, server_names, train
@@ -408,7 +408,7 @@ def test_a_snapshot_is_taken_again_if_a_shard_goes_before_it_has_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, may = _held(writing.write, 2)
-    monkeypatch.setattr(node, "write", write)
+    monkeypatch.setattr(writing, "write", write)
 
     def go() -> None:
         cluster = ps.connect(server_names(3))
@@ -433,7 +433,7 @@ def test_a_snapshot_that_cannot_be_written_says_why(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(node, "write", full)
+    monkeypatch.setattr(writing, "write", full)
 
     def go() -> None:
         cluster = ps.connect(server_names(1))

@@ -100,7 +100,7 @@ class Published:
         for shard in range(self._shards):
             self._write_shard(folder, shard, rows, gone)
         files = {each.name: VersionFile.of(each) for each in folder.iterdir()}
-        about = about_version(range(self._shards), {0: step}, step, {"step": step})
+        about = about_version(range(self._shards), {0: step}, step, {"step": step}, {})
         return self.writer.commit(number, kind, step, files, about)
 
     def _write_shard(
