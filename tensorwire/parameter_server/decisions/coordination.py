@@ -95,7 +95,8 @@ class Coordinator(Publishing):
             self._over.add(server)
         if server in self._living:
             self._living.discard(server)
-            self._begin(self._drop_server(server))
+            if self.view.coordinator == self._me:  # else once it has taken over
+                self._begin(self._drop_server(server))
         self._count_votes()
         return self._flush()
 
@@ -187,6 +188,7 @@ class Coordinator(Publishing):
             yield Edit(lambda view: views.coordinated(view, me))
         if lost:
             yield Edit(lambda view: views.without(view, lost))
+        self._drop_lost()
         yield Edit(self._without_gone)
         if _lost_shards(self.view):
             self._begin_again()
@@ -409,6 +411,12 @@ class Coordinator(Publishing):
         if _lost_shards(self.view):
             self._begin_again()
 
+    def _drop_lost(self) -> None:
+        """Drops the servers of the view that were lost, but for those that are being voted on."""
+        suspects = {each for poll in self._polls for each in poll.suspects}
+        for server in sorted(views.servers_of(self.view) - self._living - suspects):
+            self._begin(self._drop_server(server))
+
     def _add_server(self, request: int, server: Server) -> Steps:
         yield Edit(lambda view: view if server in view.servers else views.with_server(view, server))
         self._effects.append(Reply(request, None))
@@ -516,6 +524,10 @@ class Coordinator(Publishing):
         yield Edit(self._without_gone)
         yield Edit(lambda view: views.rolled_back(view, self._survivors(wanted)))
         yield self._to_all(self._beginning())
+        self._drop_lost()
+        for trainer in self.view.trainers:
+            if trainer.client in self._gone:
+                self._dismiss_soon(trainer.number)
 
     def _survivors(self, wanted: list[str]) -> list[Server]:
         """The servers to begin again with, in the order in which the user named them."""

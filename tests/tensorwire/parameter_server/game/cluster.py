@@ -63,6 +63,8 @@ class Game:
         self.lost_trainers: set[Server] = set()
         self.left: set[Client] = set()
         self.ever_lost = False
+        self.halved = False
+        """Servers that live were given up by as many, of whom all may have been taken for lost."""
         self.broken = False
         self.rolled = False
         self.budget = Counter(

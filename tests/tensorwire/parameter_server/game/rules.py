@@ -58,7 +58,16 @@ class Rules:
         removed = self.keepers(self.game.view) - self.keepers(view)
         healthy = removed - self.game.dead
         if healthy and len(view.shards) == len(self.game.view.shards):
-            raise Broken(f"view {view.number} gives up {healthy}, who live")
+            if not self.may_be_undecided(view):
+                raise Broken(f"view {view.number} gives up {healthy}, who live")
+            self.game.halved = True
+
+    def may_be_undecided(self, view: View) -> bool:
+        """Of two halves of the servers, either may stay while there are no trainers to decide."""
+        named = views.servers_of(self.game.view)
+        living, staying = named & set(self.game.living), views.servers_of(view)
+        is_half = len(living) <= 2 * len(staying) <= len(named)
+        return is_half and not self.game.view.trainers and all(s.chain for s in view.shards)
 
     @staticmethod
     def keepers(view: View) -> set[Server]:
@@ -145,7 +154,7 @@ class Rules:
             kills, resizes = (
                 getattr(plan, f"{k}s") - self.game.budget[k] for k in ("kill", "resize")
             )
-            may_lose = kills > min(plan.backups, plan.servers - 1) or resizes
+            may_lose = kills > min(plan.backups, plan.servers - 1) or resizes or self.game.halved
             whole = [s for s in self.game.view.snapshots if s.folder not in self.game.damaged]
             if whole or not may_lose:
                 raise Broken(f"the cluster gave up: {self.game.view.broken}")

@@ -1,0 +1,135 @@
+"""One coordinator: who is taken out of a view while it takes over, or while the cluster goes back.
+
+Whole clusters are played in ``test_games``; here each vote comes when a test says so, and all else
+is answered at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions.clock import Status
+from tensorwire.parameter_server.decisions.coordination import Coordinator
+from tensorwire.parameter_server.decisions.tasks import (
+    Alarm,
+    Ask,
+    Effect,
+    Examine,
+    Examined,
+    Store,
+    Tell,
+)
+from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, Trainer, View
+
+PS0, PS1, PS2, PS3, PS4 = SERVERS = [Server(f"ps{number}", 0) for number in range(5)]
+TRAINER = Trainer(0, Client("trainer0", 0))
+
+
+def view(servers: int, consistency: str = "BSP", trainers: tuple[Trainer, ...] = ()) -> View:
+    """A cluster without backups that has a snapshot."""
+    settings = {"consistency": [consistency], "servers": [each.name for each in SERVERS]}
+    made = views.first(SERVERS[:servers], 0, settings)
+    counts = {each.number: 0 for each in trainers}
+    return replace(
+        made, trainers=trainers, joined=len(trainers), snapshot=Snapshot("folder", counts, 0)
+    )
+
+
+class Played:
+    """A coordinator whose views are stored and whose orders are answered at once.
+
+    Args:
+        me: the server that coordinates.
+        view: the view in which it begins.
+        lost: servers of the view that it takes for lost.
+    """
+
+    def __init__(self, me: Server, view: View, lost: tuple[Server, ...] = ()) -> None:
+        self.view = view
+        self.polls: list[Ask] = []
+        living = set(view.servers) - set(lost)
+        here = [each.number for each in view.trainers]
+        self.coordinator = Coordinator(me, view, living, (), here)
+        self.do(self.coordinator.start())
+
+    def do(self, effects: list[Effect]) -> None:
+        """Does what is to be done, and what follows from it."""
+        queue = deque(effects)
+        while queue:
+            effect = queue.popleft()
+            if isinstance(effect, Store):
+                self.view = effect.view
+                queue.extend(self.coordinator.stored(effect.view, True))
+            elif isinstance(effect, Tell):
+                answer = self.answer(effect.order)
+                queue.extend(self.coordinator.answered(effect.ask, answer, effect.to))
+            elif isinstance(effect, Examine):
+                found = Examined(effect.snapshots[0])
+                queue.extend(self.coordinator.answered(effect.ask, found))
+            elif isinstance(effect, Alarm):
+                queue.extend(self.coordinator.rang())
+            elif isinstance(effect, Ask):
+                self.polls.append(effect)
+
+    def answer(self, order: orders.Order) -> Any:
+        """The answer of a shard."""
+        counts = {each.number: 0 for each in self.view.trainers}
+        status = Status(counts, 0, self.view.epoch, None, None, True, frozenset())
+        return status if isinstance(order, orders.Query | orders.Hold) else None
+
+    def vote(self, voter: Server, *suspects: Server) -> None:
+        """Somebody agrees that these are lost, as it was asked."""
+        poll = next(p for p in self.polls if (p.to, p.suspects) == (voter, frozenset(suspects)))
+        self.polls.remove(poll)
+        self.do(self.coordinator.answered(poll.ask, True))
+
+
+def test_who_takes_over_takes_nobody_out_before_it_coordinates() -> None:
+    played = Played(PS1, view(4), lost=(PS0,))
+    played.do(played.coordinator.server_lost(PS2, is_proven=True))
+    assert {poll.suspects for poll in played.polls} == {frozenset([PS0])}
+    played.vote(PS3, PS0)
+    assert played.view.coordinator == PS1
+    assert played.view.term > 0
+
+
+def test_servers_that_are_lost_during_a_takeover_are_taken_out_after_it() -> None:
+    with_backups = replace(view(5), backups=1, shards=views.first(SERVERS, 1, {}).shards)
+    played = Played(PS1, with_backups, lost=(PS0,))
+    played.do(played.coordinator.server_lost(PS3, is_proven=True))
+    played.vote(PS2, PS0)
+    played.vote(PS4, PS0)
+    assert played.view.coordinator == PS1
+    played.vote(PS2, PS3)
+    assert set(played.view.servers) == {PS1, PS2, PS4}
+    assert played.view.generation == 0
+
+
+def test_servers_that_are_voted_on_when_the_cluster_goes_back_are_taken_out_after_it() -> None:
+    played = Played(PS0, view(5))
+    played.do(played.coordinator.server_lost(PS1))
+    played.do(played.coordinator.server_lost(PS2))
+    played.vote(PS3, PS2)
+    played.vote(PS4, PS2)
+    assert played.view.generation == 1
+    assert PS1 in played.view.servers
+    played.polls = [poll for poll in played.polls if poll.view.generation == 1]
+    played.vote(PS3, PS1)
+    played.vote(PS4, PS1)
+    assert set(played.view.servers) == {PS0, PS3, PS4}
+
+
+def test_trainers_that_are_voted_on_when_the_cluster_goes_back_are_dismissed_after_it() -> None:
+    for consistency in ("BSP", "Async"):
+        played = Played(PS0, view(3, consistency, (TRAINER,)))
+        played.do(played.coordinator.worker_lost(TRAINER.client.name, 0))
+        played.do(played.coordinator.server_lost(PS1, is_proven=True))
+        played.vote(PS2, PS1)
+        assert played.view.generation == 1
+        assert played.view.trainers == (TRAINER,)
+        played.polls = [poll for poll in played.polls if poll.view.generation == 1]
+        played.vote(PS2, Server(TRAINER.client.name, 0))
+        assert played.view.trainers == ()
