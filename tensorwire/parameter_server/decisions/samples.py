@@ -145,8 +145,14 @@ class Account:
         return self.dealt(trainers)
 
     def refuses(self, batches: Batches) -> bool:
-        """True if these were given out again meanwhile."""
-        return batches.deal != self.deal.number
+        """True if these were given out again meanwhile, or some of them are done.
+
+        A head that has just taken over may tell a trainer of an account that lacks its last push,
+        which is sent to that head only now: the trainer trains these batches once more.
+        """
+        done = (range(*each) for each in self.done)
+        is_repeated = any(number in each for each in done for number in batches.numbers)
+        return is_repeated or batches.deal != self.deal.number
 
     def stepped(self, taken: Iterable[Batches], members: Collection[int]) -> Account:
         """A step of these members was taken, with these batches in it."""

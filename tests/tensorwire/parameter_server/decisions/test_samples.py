@@ -101,6 +101,13 @@ def test_batches_count_with_the_whole_step() -> None:
     assert it.account.deal.number == 1
 
 
+def test_batches_that_are_pushed_again_count_once() -> None:
+    it = _Game(0)
+    assert applied(it.push(0, 0)) == [0]
+    assert applied(it.push(0, 0, 1)) == []
+    assert list(it.account.remaining(0, 0, 3)) == [1, 2]
+
+
 def test_an_empty_push_counts_its_batches() -> None:
     it = _Game(0)
     assert applied(it.push(0, 0, kind=PushKind.SKIP)) == []

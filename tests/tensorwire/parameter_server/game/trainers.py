@@ -15,7 +15,7 @@ from tensorwire.parameter_server.decisions.clock import (
 )
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replica import Counted
-from tensorwire.parameter_server.decisions.samples import Account, Batches, size, united
+from tensorwire.parameter_server.decisions.samples import Account, Batches, gaps, size, united
 from tensorwire.parameter_server.decisions.tasks import (
     Reply,
 )
@@ -287,6 +287,8 @@ class TrainerProcess(Process):
             if step != (self.generation, self.next) or self.phase != "work":
                 return
             if isinstance(answer, Counted) and shard in self.game.view.shards:
+                if answer.deals < self.deals_heard or self.lacks_last_push(answer.account):
+                    self.game.late.add((self.number, self.next))  # by a head that is behind
                 self.account = answer.account
                 self.deals_known = self.deals_heard = answer.deals
                 self.train_batches()
@@ -320,6 +322,13 @@ class TrainerProcess(Process):
             self.phase = "finish"
         else:
             self.pull()
+
+    def lacks_last_push(self, account: Account) -> bool:
+        """True if an account is older than this trainer's last push, or does without it."""
+        last = self.game.batches.get((self.number, self.next - 1))
+        return last is not None and not set(last.numbers).isdisjoint(
+            number for each in gaps(account.done, self.game.plan.batches) for number in range(*each)
+        )
 
     def given(self) -> list[int]:
         """The batches that are this trainer's, as far as it knows."""
