@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,7 +63,7 @@ def signalled_elsewhere(
 
     def send() -> None:
         entered.wait(_SECONDS_TO_SLEEP)
-        until(lambda: (when is None or when()) and _sleeps(), _SECONDS_TO_SLEEP)
+        until(lambda: _sleeps() and (when is None or when()) and _sleeps(), _SECONDS_TO_SLEEP)
         signal.pthread_kill(threading.get_ident(), number)
 
     other = threading.Thread(target=send)
@@ -72,6 +73,16 @@ def signalled_elsewhere(
         yield
     finally:
         other.join()
+
+
+def functions_of_the_main_thread() -> list[str]:
+    """Their names, innermost first. To be asked while it sleeps: its frames are followed."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 def _sleeps() -> bool:

@@ -21,12 +21,11 @@ import rpc
 from remote_module import RemoteModule
 from rpc.agent import Agent
 from rpc.outcomes import collecting
-from rpc.runtime.threads import running_stacks
 from rpc.testing import as_worker, local_group
 from rpc.transports.base import Transport
 from tensorwire import parameter_server as ps
 from tensorwire.pipeline import Pipeline
-from tests.signals import signalled_elsewhere
+from tests.signals import functions_of_the_main_thread, signalled_elsewhere
 
 _SECONDS = 30.0
 
@@ -76,8 +75,7 @@ def heard(when: Callable[[], bool] = lambda: True) -> Iterator[None]:
 
 def main_thread_is_in(*functions: str) -> bool:
     """True if the main thread runs functions of these names, whichever calls which."""
-    stack = running_stacks().get(threading.main_thread().ident or 0, [])
-    return {place.function for place in stack}.issuperset(functions)
+    return {*functions_of_the_main_thread()}.issuperset(functions)
 
 
 @pytest.fixture

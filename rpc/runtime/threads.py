@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import re
 import sys
 import threading
 from typing import Final, NamedTuple
 
+from rpc.ids import new_tuple
+
 _REFUSED = "at interpreter shutdown"
 _THREAD: Final = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+) .*\(most recent call first\):")
 _PLACE: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_MOST_THREADS: Final = 100
+"""That ``faulthandler`` tells of."""
+_looking = threading.Lock()
+"""Held while the collector is off for the sake of a look at the threads."""
 _ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
@@ -84,10 +91,11 @@ class Place(NamedTuple):
 def running_stacks() -> dict[int, list[Place]]:
     """What each thread that runs Python code is in, innermost first, by the thread's ident.
 
-    Of at most 100 threads the innermost 100 functions each, as ``faulthandler`` tells them while
-    no other thread runs. Frames of other threads, as ``sys._current_frames`` gives them, must not
-    be followed: their ``f_back`` is read while those threads return, and in CPython 3.11 it then
-    leads to memory that is other objects' by now.
+    The innermost 100 functions of the 100 youngest threads, as ``faulthandler`` tells them while
+    no other thread runs; of older threads beyond them the innermost function. Frames of other
+    threads, as ``sys._current_frames`` gives them, must not be followed: their ``f_back`` is read
+    while those threads return, and in CPython 3.11 it then leads to memory that is other
+    objects' by now.
     """
     told = os.memfd_create("stacks", os.MFD_CLOEXEC)
     try:
@@ -97,14 +105,36 @@ def running_stacks() -> dict[int, list[Place]]:
         os.close(told)
     stacks: dict[int, list[Place]] = {}
     stack: list[Place] = []
-    for line in text.splitlines():
+    for line in (_unescaped(text) if "\\" in text else text).splitlines():
         if thread := _THREAD.match(line):
             stack = stacks[int(thread[1], 16)] = []
         elif place := _PLACE.match(line):
             file, number, function = place.groups()
             where = int(number) if number.isdecimal() else 0
-            stack.append(Place(_unescaped(function), _unescaped(file), where))
+            stack.append(new_tuple(Place, (function, file, where)))
+    if len(stacks) >= _MOST_THREADS:
+        _add_older(stacks)
     return {ident: stack for ident, stack in stacks.items() if stack}
+
+
+def _add_older(stacks: dict[int, list[Place]]) -> None:
+    """Adds the innermost function of threads that are not there.
+
+    Python holds a lock over all threads meanwhile. A collection of garbage, if that call set it
+    off, could free a ``threading.local``, which waits for the same lock, for ever: so none may.
+    """
+    with _looking:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            frames = sys._current_frames()
+        finally:
+            if was_enabled:
+                gc.enable()
+    for ident in frames.keys() - stacks.keys():
+        frame = frames[ident]
+        code = frame.f_code
+        stacks[ident] = [Place(code.co_name, code.co_filename, frame.f_lineno or 0)]
 
 
 def _unescaped(text: str) -> str:

@@ -17,9 +17,8 @@ from rpc.errors import BringUpError
 from rpc.group import rendezvous
 from rpc.group.records import Record
 from rpc.group.tcp_store import TcpStoreClient
-from rpc.runtime.threads import running_stacks
 from tests.rpc.stores import SECONDS, SOON, CountingStore, begun, in_turns, outcome, record, signed
-from tests.signals import heeding_interrupts
+from tests.signals import functions_of_the_main_thread, heeding_interrupts
 from tests.waiting import until
 
 
@@ -244,7 +243,7 @@ class TestWhatKeepsAStaticGroupFromForming:
         def interrupt() -> None:
             until(lambda: None not in round_of(store).records([0]))
             # A signal that comes just before a thread blocks would be noticed only afterwards.
-            until(lambda: running_stacks()[main][0].function == "wait")
+            until(lambda: functions_of_the_main_thread()[:1] == ["wait"])
             signal.pthread_kill(main, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)

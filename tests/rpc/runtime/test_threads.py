@@ -132,6 +132,21 @@ def test_what_a_thread_is_in_is_told_innermost_first_with_its_lines() -> None:
     assert other.ident not in running_stacks()
 
 
+def test_of_more_threads_than_python_tells_of_the_older_ones_are_told_by_one_function() -> None:
+    gate = threading.Event()
+    others = [threading.Thread(target=gate.wait, args=(SECONDS,)) for _ in range(110)]
+    for other in others:
+        other.start()
+    try:
+        stacks = running_stacks()
+    finally:
+        gate.set()
+        for other in others:
+            other.join()
+    assert {other.ident for other in others} <= stacks.keys()
+    assert threading.main_thread().ident in stacks
+
+
 def test_stacks_are_right_while_threads_run_on() -> None:
     stop = threading.Event()
 
