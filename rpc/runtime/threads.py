@@ -89,7 +89,7 @@ class Place(NamedTuple):
 
 
 def running_stacks() -> dict[int, list[Place]]:
-    """What each thread that runs Python code is in, innermost first, by the thread's ident.
+    """The functions that each thread which runs Python code is in, innermost first, by its ident.
 
     The innermost 100 functions of the 100 youngest threads, as ``faulthandler`` tells them while
     no other thread runs; of older threads beyond them the innermost function. Frames of other

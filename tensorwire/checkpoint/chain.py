@@ -51,7 +51,7 @@ class Kind(enum.Enum):
     BASE = "base"
     """Whole: what a version holds does not depend on those before."""
     DELTA = "delta"
-    """What changed since the version that it names as the previous one."""
+    """The changes since the version that it names as the previous one."""
 
 
 @dataclass(frozen=True, slots=True)

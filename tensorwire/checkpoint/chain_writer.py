@@ -96,7 +96,7 @@ class ChainWriter:
 
     @property
     def needs_base(self) -> bool:
-        """Whether the next version must be a base: there is none before, or it is damaged."""
+        """True if the next version must be a base: there is none before, or it is damaged."""
         try:
             return not self._chain.route()
         except CheckpointError:

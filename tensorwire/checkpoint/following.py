@@ -194,7 +194,7 @@ class Follower(Generic[T]):
 
     @property
     def error(self) -> Exception | None:
-        """What keeps newer versions from being taken over; None if nothing does."""
+        """The reason for which newer versions are not taken over; None if there is none."""
         return self._error
 
     @contextmanager

@@ -309,7 +309,7 @@ class Following:
 
     @property
     def error(self) -> Exception | None:
-        """What keeps newer versions from being taken over; None if nothing does."""
+        """The reason for which newer versions are not taken over; None if there is none."""
         return self._follower.error
 
     def value(self, name: str) -> Any:

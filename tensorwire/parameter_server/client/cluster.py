@@ -661,7 +661,7 @@ class Cluster:
         return Samples(self, spec)
 
     def _samples_told(self) -> dict[str, Any]:
-        """How far each sampler is."""
+        """The progress of each sampler."""
         told = {}
         for name, text in self.session.view.samplers.items():
             account = self.session.account_of(name)

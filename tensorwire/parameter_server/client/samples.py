@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far all trainers are, together. Numbers are those of samples, of all epochs.
+    """The progress of all trainers together. Numbers are those of samples, of all epochs.
 
     Args:
         epoch: the first of which a sample is not trained; the number of epochs at the end.
@@ -133,7 +133,7 @@ class Samples(Sampler[list[int]]):
 
     @property
     def progress(self) -> Progress:
-        """How far all trainers are, as a server says."""
+        """The progress of all trainers, as a server says."""
         account = self._cluster.session.account_of(self.spec.name)
         return progress_of(self.spec, account)
 
@@ -179,7 +179,7 @@ class _Reading:
 
 
 def progress_of(spec: SamplerSpec, account: Account) -> Progress:
-    """How far an account is."""
+    """The progress that an account tells of."""
     total = spec.samples_before(spec.batches)
     trained = sum(spec.samples_before(b) - spec.samples_before(a) for a, b in account.done)
     nexts = [next(account.remaining(who, 0, spec.batches), None) for who in account.deal.members]

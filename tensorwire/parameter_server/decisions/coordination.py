@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from tensorwire.parameter_server.decisions import orders, views
 from tensorwire.parameter_server.decisions.clock import Cut, Reached, Status
-from tensorwire.parameter_server.decisions.publishing import Publishing
+from tensorwire.parameter_server.decisions.publishing import Publishing, why_not_written
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
@@ -486,7 +486,7 @@ class Coordinator(Publishing):
         if any(self.view.shard(shard) is None for shard in lost):
             self._effects.append(Fail(request, ""))  # it went with a resize before it had written
             return
-        missing = [_why_not_written(s, parts.get(s)) for s in shards]
+        missing = [why_not_written(s, parts.get(s)) for s in shards]
         if any(missing) or generation != self.view.generation:
             self._effects.append(Fail(request, "; ".join(filter(None, missing)) or _WENT_BACK))
             return
@@ -563,12 +563,6 @@ def _life_of(client: Client) -> Server:
 
 def _is_before(server: Server, other: Server) -> bool:
     return server.name == other.name and server.incarnation < other.incarnation
-
-
-def _why_not_written(shard: int, answer: Any) -> str:
-    if answer is None:
-        return f"the servers of shard {shard} that knew its rows at that point were lost meanwhile"
-    return f"shard {shard} could not write its part: {answer}" if isinstance(answer, str) else ""
 
 
 def _lost_shards(view: View) -> list[int]:

@@ -144,7 +144,7 @@ class Extent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What is to be written of a cut in a chain of published versions.
+    """The part of a cut that is to be written in a chain of published versions.
 
     Args:
         chain: names the chain; rows that change are noted for one at a time.
@@ -255,7 +255,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a shard wrote of a version.
+    """The files that a shard wrote of a version.
 
     Args:
         shard: its number.

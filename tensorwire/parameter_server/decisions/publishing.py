@@ -61,7 +61,7 @@ class Publishing(Tasks):
         if any(isinstance(part, orders.Unmarked) for part in parts):
             self._effects.append(Reply(request, None))
             return
-        missing = [_why_not(s, part) for s, part in zip(shards, parts, strict=True)]
+        missing = [why_not_written(s, part) for s, part in zip(shards, parts, strict=True)]
         if generation != self.view.generation:
             missing = [_WENT_BACK]
         elif kept != _undeclared(self.view):
@@ -101,7 +101,13 @@ def _undeclared(view: View) -> frozenset[str]:
     return frozenset(name for name, text in view.declared.items() if text.startswith(KEPT))
 
 
-def _why_not(shard: int, answer: Any) -> str:
+def why_not_written(shard: int, answer: Any) -> str:
+    """The reason for which a shard wrote no part of what it was told to; empty if it did.
+
+    Args:
+        shard: its number.
+        answer: the shard's; a text says what went wrong, None that nobody was left to answer.
+    """
     if answer is None:
         return f"the servers of shard {shard} that knew its rows at that point were lost meanwhile"
     return f"shard {shard} could not write its part: {answer}" if isinstance(answer, str) else ""

@@ -43,7 +43,7 @@ def gaps(ranges: Ranges, end: int) -> Iterator[tuple[int, int]]:
 
 
 def size(ranges: Ranges) -> int:
-    """How many numbers are in the set."""
+    """The number of numbers in the set."""
     return sum(end - begin for begin, end in ranges)
 
 

@@ -286,7 +286,7 @@ class FollowedModel:
 
     @property
     def error(self) -> Exception | None:
-        """What keeps newer versions from being taken over; None if nothing does."""
+        """The reason for which newer versions are not taken over; None if there is none."""
         return self._follower.error
 
     @contextmanager

@@ -84,7 +84,7 @@ def _way(path: Path) -> tuple[Version, ...]:
 
 
 def content_of(folder: Path, about: Mapping[str, Any]) -> Restored:
-    """What one version holds, apart from those before it.
+    """The contents of one version, apart from those before it.
 
     Args:
         folder: of the version.

@@ -43,7 +43,7 @@ class Gone:
 
 
 class Changes:
-    """What has changed in one table. Not for several threads at a time."""
+    """The changes of one table. Not for several threads at a time."""
 
     def __init__(self) -> None:
         self._recent = Column(np.uint8, 1, _RESERVED)
