@@ -11,6 +11,7 @@ want us. Everything else may pass.
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import select
@@ -46,6 +47,8 @@ _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 0.001
 _LIMIT_PAUSE_SECONDS = 0.05
 _BACKLOG_PAUSE_SECONDS = 0.01
+_links = itertools.count(1)
+"""Numbers the links that this process opens: an acceptor may hear of a later one first."""
 _ONE_SIDED = "{} uses TLS and {} does not; give all workers tls=TlsOptions(...), or none"
 PASSING = (OSError, MemoryError)
 """Errors that may be temporary, such as running out of epoll watches."""
@@ -321,7 +324,8 @@ class Connector:
     def _open_all(self, endpoint: Endpoint, bulk: int) -> LinkSockets:
         token = self.token = os.urandom(TOKEN_BYTES)
         try:
-            main = self._open_one(endpoint, self._hello(ChannelKind.MAIN, token))
+            hello = self._hello(ChannelKind.MAIN, token, attempt=next(_links))
+            main = self._open_one(endpoint, hello)
             others = [
                 self._open_one(endpoint, self._hello(ChannelKind.BULK, token, channel))[0]
                 for channel in range(1, bulk + 1)

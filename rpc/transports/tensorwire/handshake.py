@@ -82,7 +82,8 @@ class Hello:
         token: names the link; all channels of a link carry the same.
         nonce: fresh random bytes.
         channel: which one of the link; 0 is its main channel.
-        attempt: which connection of that channel; the first is 0.
+        attempt: which connection of that channel, the first is 0; of a main channel, which link
+            of its initiator's process: an acceptor takes no earlier one for a later.
         received: how many frames have arrived on that channel.
     """
 

@@ -98,6 +98,7 @@ class RemotePeer:
         self._connect_thread: threading.Thread | None = None
         self.incoming: Link | None = None
         self._incoming_token = b""
+        self._incoming_attempt = 0
         self._reason: str | None = None
         self._removed = False
         self._settled = threading.Event()
@@ -337,16 +338,18 @@ class RemotePeer:
         link = Link(shared.resources, self.name, self._devices_back, same_host=same_host)
         connection = self._make.accepted(link, sock, token, self._arrived)
         with self._lock:
-            wanted = self._reason is None
-            if wanted:
+            lost = self._reason is not None
+            late = authenticated.hello.attempt < self._incoming_attempt
+            if not lost and not late:
                 former, retired = self.incoming, self._take_incoming()
                 self.incoming = link
                 self._incoming_token = token
+                self._incoming_attempt = authenticated.hello.attempt
                 problem = self._add_connection(connection)
                 if problem is not None:
                     self.incoming = None
-        if not wanted:
-            self._reject_lost(authenticated)
+        if lost or late:  # late: the peer has given this one up, and opened the link we have
+            (self._reject_lost if lost else AuthenticatedConnection.hang_up)(authenticated)
             link.close()
             return
         if former is not None:
@@ -375,15 +378,15 @@ class RemotePeer:
         with self._lock:
             link = self.incoming
             known = link is not None and hello.token == self._incoming_token
-        if not known or link is None:
-            authenticated.reject("a bulk connection of a link that is not there")
+        if not known or link is None:  # it broke meanwhile: the peer opens another
+            authenticated.hang_up()
             return
         connection = self._make.bulk(link, authenticated.sock, hello.token, hello.channel, None)
         with self._lock:
             known = self.incoming is link and self._reason is None
             problem = self._add_connection(connection) if known else None
         if not known:
-            authenticated.reject("a bulk connection of a link that is not there any more")
+            connection.close()
             return
         if problem is not None:
             _log.warning("worker %s cannot be let in at the moment: %s", self.name, problem)

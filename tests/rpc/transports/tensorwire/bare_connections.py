@@ -36,11 +36,13 @@ def shake(
     *,
     kind: ChannelKind = ChannelKind.MAIN,
     key: bytes | None = None,
+    token: bytes = b"t" * 16,
+    attempt: int = 0,
 ) -> None:
     """A handshake as a member of the group would make it."""
     address = TensorWireAddress.decode(worker.address)
     acceptor = Identity(worker.info.id, worker.incarnation)
-    hello = Hello(kind, initiator, acceptor, b"t" * 16, os.urandom(32))
+    hello = Hello(kind, initiator, acceptor, token, os.urandom(32), 0, attempt)
     side = Initiator(derive_key(b"", address.secret) if key is None else key, hello)
     sock.sendall(side.begin())
     while not side.accepted:

@@ -234,10 +234,21 @@ def test_malformed_bulk_loses_its_peer_only(make: Maker) -> None:
     assert a.call(c, b"h").header == b"h"
 
 
-def test_a_bulk_connection_without_its_link_is_refused(make: Maker) -> None:
+def test_a_bulk_connection_whose_link_is_gone_may_be_tried_again(make: Maker) -> None:
     a, _ = make(Settings(), Settings())
-    with connect(a) as sock, pytest.raises(HandshakeError, match="not there"):
+    with connect(a) as sock, pytest.raises(HandshakeError, match=r"^closed$"):
         shake(sock, a, Identity(1, 1), kind=ChannelKind.BULK)
+    assert a.lost == []
+
+
+def test_a_link_that_is_heard_of_after_a_later_one_does_not_take_its_place(make: Maker) -> None:
+    a, _ = make(Settings(), Settings())
+    with connect(a) as later, connect(a) as late, connect(a) as bulk:
+        shake(later, a, Identity(1, 1), attempt=2)
+        with pytest.raises(HandshakeError, match=r"^closed$"):
+            shake(late, a, Identity(1, 1), token=b"u" * 16, attempt=1)
+        shake(bulk, a, Identity(1, 1), kind=ChannelKind.BULK)
+    assert a.lost == []
 
 
 def test_a_first_attempt_that_came_to_nothing_is_no_loss(make: Maker) -> None:
