@@ -6,7 +6,7 @@ says what tables are; ``decisions`` is the protocol, without I/O; ``kernels`` ar
 """
 
 from tensorwire.parameter_server.client.cache import Cache
-from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy, Saving
+from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.collection import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -23,6 +23,8 @@ from tensorwire.parameter_server.client.prefetch import prefetch
 from tensorwire.parameter_server.client.publishing import Publishing, Seconds, Steps
 from tensorwire.parameter_server.client.reader import Reader, WholeStep
 from tensorwire.parameter_server.client.samples import Progress, Samples
+from tensorwire.parameter_server.client.saving import Saving
+from tensorwire.parameter_server.client.stepper import NanPolicy
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.client.tracking import Tracked
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Reduce

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import contextvars
-import enum
-import gc
 import json
 import os
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
-from weakref import WeakValueDictionary
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tensorwire.parameter_server import errors
+from tensorwire.parameter_server.client import first_values
 from tensorwire.parameter_server.client.account import Account
 from tensorwire.parameter_server.client.cache import Cache
+from tensorwire.parameter_server.client.declared import Declared
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.exchange import (
     Answer,
     Exchanging,
     Gradients,
-    KnownRows,
-    PendingPull,
     Pulled,
     Step,
-    StepGradient,
     Wanted,
-    Whole,
 )
 from tensorwire.parameter_server.client.finding import (
     lives_to_come,
@@ -44,20 +35,18 @@ from tensorwire.parameter_server.client.publishing import Every, Publishing, beg
 from tensorwire.parameter_server.client.reader import Reader
 from tensorwire.parameter_server.client.row_fetcher import RowFetcher
 from tensorwire.parameter_server.client.samples import Samples, progress_of
+from tensorwire.parameter_server.client.saving import Saving
 from tensorwire.parameter_server.client.session import Session
-from tensorwire.parameter_server.client.splitting import RowGradients, WholeDense
+from tensorwire.parameter_server.client.stepper import NanPolicy, Stepper
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.client.tracking import Given
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import PushKind
 from tensorwire.parameter_server.decisions.consistency import (
     BSP,
     Consistency,
     staleness_of,
 )
-from tensorwire.parameter_server.decisions.lives import Verdict
-from tensorwire.parameter_server.decisions.views import Server, Snapshot
-from tensorwire.parameter_server.declarations import spec as specs
+from tensorwire.parameter_server.decisions.views import Snapshot
 from tensorwire.parameter_server.declarations.arguments import instance, number
 from tensorwire.parameter_server.declarations.dense_spec import (
     DenseSpec,
@@ -72,87 +61,22 @@ from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.samplers import SamplerSpec
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
 from tensorwire.parameter_server.declarations.wire import FLOAT32, Kind, Wire, both_ways
-from tensorwire.parameter_server.kernels.copying import is_finite
 from tensorwire.parameter_server.messaging import messages
-from tensorwire.parameter_server.messaging.calling import LOST, verdict_on
-from tensorwire.parameter_server.messaging.messages import TableIds
-from tensorwire.parameter_server.messaging.settings import Meeting, consistency_of
-from tensorwire.parameter_server.rows.device_memory import to_host
-from tensorwire.parameter_server.snapshots.fit import require_fit
-from tensorwire.parameter_server.snapshots.kept import Keeping
-
-_PAUSE_FOR_LOADER: Final = 0.25
-"""Before it is looked whether the loader lives; news of what it did comes at once."""
-
-
-class NanPolicy(enum.Enum):
-    """The treatment of a step with a gradient that is infinite or not a number."""
-
-    RAISE = "raise"
-    """``GradientError``; nothing is pushed, and no clock moves."""
-    SKIP = "skip"
-    """An empty push goes out in its place, and is counted in ``Cluster.stats``."""
-    COUNT = "count"
-    """It is pushed as it is, and counted."""
-
-
-class Saving:
-    """A snapshot that is being written. Made by ``Cluster.snapshot``."""
-
-    def __init__(self, take: Any) -> None:
-        self._error: BaseException | None = None
-        self._snapshot: Snapshot | None = None
-        context = contextvars.copy_context()  # of this worker
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run, take), name="tensorwire-ps", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, take: Any) -> None:
-        try:
-            self._snapshot = take()
-        except BaseException as error:
-            self._error = error
-
-    def wait(self, timeout: float | None = None) -> Snapshot:
-        """Waits until the snapshot is whole, and on disk.
-
-        Args:
-            timeout: seconds; default none.
-
-        Returns:
-            Where it is (``folder``), and how many pushes are in it (``counts``) of each trainer,
-            by its number (``Cluster.number``).
-
-        Raises:
-            SnapshotError: it could not be written.
-            TimeoutError: it takes longer.
-        """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the snapshot was not written in {timeout} seconds")
-        if isinstance(self._error, errors.ParameterServerError):
-            raise errors.SnapshotError(str(self._error)) from self._error
-        if self._error is not None:
-            raise self._error
-        assert self._snapshot is not None
-        return self._snapshot
-
-    def done(self) -> bool:
-        """True once :meth:`wait` would return, or raise, at once."""
-        return not self._thread.is_alive()
+from tensorwire.parameter_server.messaging.calling import LOST
+from tensorwire.parameter_server.messaging.settings import consistency_of
 
 
 class Cluster:
     """The servers that keep tables and dense parameters. Made by :func:`connect`.
 
     Attributes:
+        session: this worker's dealings with the servers.
         name: of the cluster.
         consistency: between trainers.
-        nans: what happens to gradients that are no numbers.
         meanwhile: done once, while the next step waits for servers; None for nothing.
         publishing: the versions that this trainer publishes; None if it does not.
         rows: fetches the rows that modules look up.
+        stepper: sends pushes and pulls.
         account: of this worker's exchanges.
         given: the batches whose samples the next push has trained, if they are counted.
     """
@@ -161,16 +85,15 @@ class Cluster:
         self.session = session
         self.name = session.cluster
         self.consistency: Consistency = consistency_of(session.view.settings)
-        self.nans = nans
-        self.bad_steps = 0
         self.meanwhile: Callable[[], object] | None = None
         self.publishing: Publishing | None = None
         self.account = Account()
-        self._tables: dict[str, Table] = {}
-        self._dense: WeakValueDictionary[str, DenseGroup] = WeakValueDictionary()
-        self._named: dict[str, list[weakref.ref[Tensor]]] = {}
-        self.rows = RowFetcher(self)
         self.given = Given()
+        self._declared = Declared(session)
+        self.rows = RowFetcher(self)
+        self.stepper = Stepper(
+            session, self._declared, self.account, self.given, nans, self._pushed
+        )
 
     def __repr__(self) -> str:
         view = self.session.view
@@ -218,15 +141,15 @@ class Cluster:
 
     def declared(self, spec: TableSpec, cache: Cache | None) -> Table:
         """As :meth:`table`, of what is said already."""
-        known = self._tables.get(spec.name)
+        known = self._declared.tables.get(spec.name)
         before = None if known is None or known.cache is None else known.cache.rules
         if known is not None and before != cache:
             raise errors.DeclarationError(
                 f"{spec.name!r} was declared otherwise before: cache={before!r}, not {cache!r}"
             )
-        self._declare(spec.name, spec, specs.encode(spec))
+        self._declared.announce(spec)
         if known is None:
-            known = self._tables[spec.name] = Table(self, spec, cache)
+            known = self._declared.tables[spec.name] = Table(self, spec, cache)
         return known
 
     def dense(self, name: str, optimizer: Optimizer) -> DenseGroup:
@@ -251,16 +174,16 @@ class Cluster:
         """The first half of :meth:`dense`: says what there will be, and moves nothing."""
         spec = describe(name, optimizer, spread_of(optimizer))
         require_step(spec)
-        self._require_free(name, parameters_of(optimizer))
-        self._declare(name, spec, specs.encode(spec))
+        self._declared.require_free(name, parameters_of(optimizer))
+        self._declared.announce(spec)
         return spec
 
     def load_dense(self, spec: DenseSpec, optimizer: Optimizer) -> DenseGroup:
         """The second half: has servers begin with these values, or gets theirs."""
-        group = self._dense[spec.name] = DenseGroup(self, spec, optimizer)
-        self._named[spec.name] = [weakref.ref(each) for each in group.parameters]
+        group = DenseGroup(self, spec, optimizer)
+        self._declared.hold(group)
         with self.account.stopped():
-            self._load(group)
+            first_values.begin(group)
         return group
 
     def release(self, name: str) -> None:
@@ -270,88 +193,7 @@ class Cluster:
         Args:
             name: of a dense group; nothing happens if there is none.
         """
-        self._named.pop(name, None)
-
-    def _require_free(self, name: str, parameters: Sequence[Tensor]) -> None:
-        """Refuses to have two models of this trainer share the values of one.
-
-        Args:
-            name: of a dense group to be.
-            parameters: its parameters.
-
-        Raises:
-            DeclarationError: that is the name of other parameters, which are in use.
-        """
-        wanted = {id(each) for each in parameters}
-
-        def others() -> bool:
-            known = [each() for each in self._named.get(name, ())]
-            return any(each is not None and id(each) not in wanted for each in known)
-
-        if others():
-            gc.collect()  # a model that was let go of may be in a cycle
-            if others():
-                raise errors.DeclarationError(
-                    f"{name!r} names the dense parameters of another model of this trainer; give "
-                    "each model a name of its own, ps.Optimizer(..., name=...), or let go of the "
-                    f"other with cluster.release({name!r})"
-                )
-
-    @property
-    def _steps_together(self) -> bool:
-        """True if servers make one step of the pushes of several trainers."""
-        several = self.session.view.settings["trainers"] != 1  # 0 for as many as there are
-        return isinstance(self.consistency, BSP) and bool(several)
-
-    def _declare(self, name: str, spec: TableSpec | DenseSpec, text: str) -> None:
-        keeping = Keeping.decode(self.session.view.declared.get(name, ""))
-        if keeping is not None:
-            require_fit(name, keeping, spec)
-        found = specs.decode(self.session.servers.ask_coordinator(orders.Announce(name, text)))
-        differences = spec.differences(found)
-        if isinstance(spec, DenseSpec) and not differences and self._steps_together:
-            differences = spec.other_steps(found)
-        if differences:
-            raise errors.DeclarationError(
-                f"{name!r} was declared otherwise before: {'; '.join(differences)}"
-            )
-        self.session.knows(name, spec)
-
-    def _load(self, group: DenseGroup) -> None:
-        """Sets the values of a dense group, or gets them from whoever has."""
-        news, asked = self.session.news, set()
-        while True:
-            seen = news.count
-            values = self.exchange(None, Wanted(dense=(group.name,))).wait().dense[group.name]
-            if values is not None:
-                group.accept(values)
-                return
-            loader = self._loader(group)
-            if loader is None:
-                group.upload(keeps_state=False)
-                news.tell(())
-            elif loader not in asked:  # and looks once more, as it may have been done meanwhile
-                asked.add(loader)
-                news.listen_to(loader.name)
-            else:
-                news.wait(seen, _PAUSE_FOR_LOADER)
-
-    def _loader(self, group: DenseGroup) -> Server | None:
-        """The worker that says how the group begins; None if it is this one.
-
-        Another that died is none.
-        """
-        meeting, view = Meeting(self.session.worker), self.session.view
-        key = f"{self.name}/{group.name}/{view.generation}"
-        me = f"{self.session.client.name}\n{self.session.client.incarnation}"
-        found = meeting.claim(key, None, me)
-        if found == me or found is None:
-            return None
-        name, _, incarnation = found.partition("\n")
-        loader = Server(name, int(incarnation))
-        if verdict_on(self.session.worker, loader) is not Verdict.OVER:
-            return loader
-        return None if meeting.claim(key, found, me) == me else loader
+        self._declared.release(name)
 
     def reader(self, timeout: float = 10.0) -> Reader:
         """Reads whole steps: rows of all servers that are of one step, such as for an evaluator.
@@ -380,6 +222,16 @@ class Cluster:
     # --- training
 
     @property
+    def nans(self) -> NanPolicy:
+        """The treatment of gradients that are infinite or not a number."""
+        return self.stepper.nans
+
+    @property
+    def bad_steps(self) -> int:
+        """Steps with such gradients that were pushed, or skipped."""
+        return self.stepper.bad_steps
+
+    @property
     def step(self) -> int:
         """Pushes that this trainer has made; :meth:`finish` makes one more."""
         return self.session.next
@@ -399,8 +251,7 @@ class Cluster:
 
         The first time, waits until as many as ``connect`` was told want to.
         """
-        if self.session.number < 0:
-            self.session.join()
+        self.stepper.join()
 
     def finish(self) -> None:
         """Leaves the clock: from here on nobody waits for pushes of this trainer.
@@ -455,13 +306,13 @@ class Cluster:
             ValueError: their shapes do not fit.
         """
         for each in (push, pull):
-            self._require_known(each)
+            self._declared.require(each)
         rows = [] if push is None else self.rows.gradients_of(push.tables)
         wanted = [] if pull is None else self.rows.grouped(pull.tables)
         names = () if pull is None else pull.dense
         dense = {} if push is None else push.dense
         gone = Step(rows, dense) if push is not None else None
-        sent = self.send(gone, wanted, names, skip)
+        sent = self.stepper.send(gone, wanted, names, skip)
 
         def finish(timeout: float | None) -> Pulled | None:
             answer: Answer | None = sent.wait(timeout)
@@ -477,76 +328,15 @@ class Cluster:
     @property
     def tables(self) -> list[Table]:
         """The tables that were declared here."""
-        return list(self._tables.values())
+        return list(self._declared.tables.values())
 
     def known(self, *names: str) -> list[Table]:
         """Tables that were declared here."""
-        return [self._tables[name] for name in names]
+        return [self._declared.tables[name] for name in names]
 
-    def send(
-        self,
-        push: Step | None,
-        wanted: Sequence[TableIds] = (),
-        dense: tuple[str, ...] = (),
-        skip: bool = False,
-        known: Sequence[KnownRows] = (),
-    ) -> Exchanging:
-        """As :meth:`exchange`, of what was put together and checked before.
-
-        Args:
-            push: the gradients; None for none.
-            wanted: ids of rows to pull; no table twice.
-            dense: names of dense groups to pull.
-            skip: pushes an empty step if ``push`` is None.
-            known: of each of ``wanted`` what is known of rows that are kept here; empty if none
-                are.
-
-        Returns:
-            Its ``wait`` returns an ``Answer``, or None if nothing was asked for.
-
-        Raises:
-            GradientError: gradients are not finite; see :class:`NanPolicy`.
-            RolledBack: see there.
-        """
-        self.session.servers.require_own_process()
-        if push is not None or skip:
-            self.join()
-        gone: Whole | None = None
-        with self.account.timed("sending"):
-            if push is not None or skip:
-                gone = self._whole(push)
-                if self.given:
-                    gone.batches = self.given.take(self.session.rollbacks)
-            number, asked = self.session.send(gone, wanted, dense, known)
-        if gone is not None:
-            self.session.worker.progress.count()
-            if self.publishing is not None:
-                self.publishing.note_step(self.step)
-
-        def finish(timeout: float | None) -> Answer | None:
-            try:
-                with self.account.timed("waiting"):
-                    if asked is not None:
-                        return self.account.counted(asked, self.session.wait_for(asked, timeout))
-                    if number >= 0:
-                        self.session.wait_until_safe(number, timeout)
-                return None
-            finally:
-                self.session.keep(number)
-
-        return Exchanging(finish)
-
-    def send_aside(self, wanted: Sequence[TableIds], known: Sequence[KnownRows]) -> PendingPull:
-        """Pulls rows of later batches, beside a step; arguments as of :meth:`send`."""
-        with self.account.timed("sending"):
-            _, asked = self.session.send(None, wanted, (), known, is_aside=True)
-        assert asked is not None
-        return asked
-
-    def wait_aside(self, asked: PendingPull) -> Answer:
-        """Waits for the answer to :meth:`send_aside`."""
-        with self.account.timed("waiting"):
-            return self.account.counted(asked, self.session.wait_for(asked, None))
+    def _pushed(self) -> None:
+        if self.publishing is not None:
+            self.publishing.note_step(self.step)
 
     def use_the_wait(self) -> None:
         """Does what was left for a time at which this trainer waits."""
@@ -554,56 +344,18 @@ class Cluster:
         if what is not None:
             what()
 
-    def _whole(self, push: Step | None) -> Whole:
-        if push is None:
-            return Whole(PushKind.SKIP)
-        dense = {}
-        for name, grads in push.dense.items():
-            group = self._dense[name]
-            flat = [None if g is None else to_host(g.detach()).reshape(-1) for g in grads]
-            dense[name] = WholeDense(group.spec, flat, group.hyper())
-        tables: list[RowGradients] = []
-        whole = Whole(PushKind.UPDATE, tables, dense)
-        is_good = all(is_finite(each.grad) for each in push.rows)
-        if not (self.session.gather(whole) and is_good):
-            if self.nans is NanPolicy.RAISE:
-                raise errors.GradientError(f"the gradient of {_not_finite(push)} is not finite")
-            self.bad_steps += 1
-            if self.nans is NanPolicy.SKIP:
-                return Whole(PushKind.SKIP)
-        for each in push.rows:
-            own = [self._tables[name] for name in each.ids.tables]
-            hyper = tuple([table.hyper for table in own])
-            tables.append(RowGradients(own[0].spec, each.ids, _corrected(own, each), hyper))
-        return whole
-
-    def _require_known(self, what: Gradients | Wanted | None) -> None:
-        for name, given in what.tables.items() if what is not None else ():
-            if name in self._tables:
-                _check_rows(self._tables[name], given)
-            else:
-                raise errors.ParameterServerError(
-                    f"there is no table {name!r} here; declare it with cluster.table({name!r}, ...)"
-                )
-        for name in what.dense if what is not None else ():
-            if name not in self._dense:
-                raise errors.ParameterServerError(
-                    f"there is no dense group {name!r} here; declare it with "
-                    f"cluster.dense({name!r}, optimizer)"
-                )
-
     def pass_step(self) -> None:
         """A step without gradients of a trainer that has nothing to train, while others have."""
-        self._accept_dense(self.send(None, (), tuple(self._dense), skip=True))
+        self._accept_dense(self.stepper.send(None, (), tuple(self._declared.dense), skip=True))
 
     def reload(self) -> None:
         """Gets the dense parameters that were declared here as the servers have them."""
-        self._accept_dense(self.send(None, (), tuple(self._dense)))
+        self._accept_dense(self.stepper.send(None, (), tuple(self._declared.dense)))
 
     def _accept_dense(self, sent: Exchanging) -> None:
         answer: Answer | None = sent.wait()
         for name, values in (answer.dense if answer is not None else {}).items():
-            group = self._dense.get(name)
+            group = self._declared.dense.get(name)
             if group is not None and values is not None:
                 group.accept(values)
 
@@ -818,40 +570,3 @@ def _kinds(given: object) -> str:
     if not isinstance(given, Mapping):
         return type(given).__name__
     return f"{type(given).__name__} from {', '.join(type(each).__name__ for each in given)}"
-
-
-def _check_rows(table: Table, given: Tensor | tuple[Tensor, Tensor]) -> None:
-    """Refuses ids, or ids and gradients, that are none of a table's."""
-    if isinstance(given, Tensor):
-        table.check_ids(given)
-        ids = given
-    else:
-        table.check(*given)
-        ids = given[0]
-    if ids.dim() != 1:
-        raise ValueError(f"table {table.name!r}: ids have shape {tuple(ids.shape)}, not (n,)")
-
-
-def _corrected(tables: Sequence[Table], gradient: StepGradient) -> Tensor:
-    """Gradients with what packing has left out of those before."""
-    if tables[0].feedback is None:
-        return gradient.grad
-    ids, sizes = gradient.ids.ids, gradient.ids.sizes
-    parts = zip(
-        tables, ids.split_with_sizes(sizes), gradient.grad.split_with_sizes(sizes), strict=True
-    )
-    return torch.cat([t.feedback.corrected(own, g) for t, own, g in parts if t.feedback])
-
-
-def _not_finite(push: Step) -> str:
-    """The table or dense group with a gradient that is not finite; empty if there is none."""
-    for each in push.rows:
-        parts = each.grad.split_with_sizes(each.ids.sizes)
-        for name, grad in zip(each.ids.tables, parts, strict=True):
-            if not is_finite(grad):
-                return f"table {name!r}"
-    for name, grads in push.dense.items():
-        for place, slope in enumerate(grads):
-            if slope is not None and not is_finite(slope):
-                return f"parameter {place} of {name!r}"
-    return ""

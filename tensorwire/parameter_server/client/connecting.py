@@ -11,9 +11,10 @@ from typing import Any, Final
 from rpc import extend
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.cache import Cache
-from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy
+from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.finding import lives_to_come, most_servers, role_or_names
 from tensorwire.parameter_server.client.session import Session
+from tensorwire.parameter_server.client.stepper import NanPolicy
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions import views
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency

@@ -138,7 +138,7 @@ class Lookahead:
         asked = self._lacking()
         if asked:
             wanted, known = [wish.ids for wish in asked], [self._known(wish) for wish in asked]
-            self._aside = self._cluster.send_aside(wanted, known), asked
+            self._aside = self._cluster.stepper.send_aside(wanted, known), asked
         if then is not None:
             then()
 
@@ -157,7 +157,7 @@ class Lookahead:
         aside, self._aside = self._aside, None
         if aside is not None:
             pending, asked = aside
-            answer = self._cluster.wait_aside(pending)
+            answer = self._cluster.stepper.wait_aside(pending)
             if _lives_of(answer) == self._lives:
                 self._store(asked, answer)
 

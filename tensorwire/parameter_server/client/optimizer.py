@@ -282,7 +282,7 @@ class Optimizer(torch.optim.Optimizer):
         before, self._under_way = self._under_way, None
         if before is not None:
             before.wait()
-        sent = self.cluster.send(push, wanted, dense, is_step, known)
+        sent = self.cluster.stepper.send(push, wanted, dense, is_step, known)
         self.cluster.use_the_wait()
         if not wanted and not dense and self.cluster.is_stale:
             self._under_way = sent
@@ -293,7 +293,7 @@ class Optimizer(torch.optim.Optimizer):
     def reload(self) -> None:
         """Gets the dense parameters as the servers have them, after ``RolledBack``."""
         if self.group is not None:
-            self._accept(self.cluster.send(None, dense=(self.group.name,)).wait())
+            self._accept(self.cluster.stepper.send(None, dense=(self.group.name,)).wait())
 
     def upload(self) -> None:
         """Sets the dense parameters at the servers to those here; :meth:`step` does so itself
@@ -341,7 +341,7 @@ class Optimizer(torch.optim.Optimizer):
         self._upload_changes(place)
         grads: list[Tensor | None] = [None] * len(self.group.parameters)
         grads[place], parameter.grad = parameter.grad, None
-        self.cluster.send(Step([], {self.group.name: grads})).wait()
+        self.cluster.stepper.send(Step([], {self.group.name: grads})).wait()
 
     def _accept(self, answer: Answer | None) -> None:
         if self.group is not None and answer is not None:

@@ -72,7 +72,9 @@ class Reader:
         deadline, pause = time.monotonic() + self._timeout, _PAUSE
         while True:
             left = max(0.0, deadline - time.monotonic())
-            answer: Answer | None = self._cluster.send(None, wanted, tuple(dense)).wait(left)
+            answer: Answer | None = self._cluster.stepper.send(None, wanted, tuple(dense)).wait(
+                left
+            )
             if answer is None:
                 return WholeStep(0, {}, {})
             first, last = answer.times

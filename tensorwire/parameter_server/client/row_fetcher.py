@@ -68,7 +68,7 @@ class RowFetcher:
     def _pull(self, ids: TableIds) -> Tensor:
         if not len(ids.ids):
             return torch.empty(0, self._cluster.known(ids.tables[0])[0].dim)
-        answer: Answer = self._cluster.send(None, [ids]).wait()
+        answer: Answer = self._cluster.stepper.send(None, [ids]).wait()
         return answer.rows[0]
 
     def gradients_of(self, tables: Mapping[str, tuple[Tensor, Tensor]]) -> list[StepGradient]:
@@ -136,7 +136,7 @@ class RowFetcher:
         """
         self._forget_what_was_undone()
         rows = [self._step_rows(ids, later) for ids in wanted]
-        self.promised(rows, self._cluster.send(None, [each.missing for each in rows]))
+        self.promised(rows, self._cluster.stepper.send(None, [each.missing for each in rows]))
 
     def announced(self, tables: Collection[str]) -> list[StepRows]:
         """The rows that were announced, if they are of these tables; they are to be pulled now."""
@@ -166,7 +166,7 @@ class RowFetcher:
         tables = {table.name for table in self._cluster.tables}
         rows = self.ahead.next_rows(tables, self._cluster.step)
         known = [each.known for each in rows if each.known is not None]
-        sent = self._cluster.send(None, [each.missing for each in rows], known=known)
+        sent = self._cluster.stepper.send(None, [each.missing for each in rows], known=known)
         self.promised(rows, sent)
 
     def _step_rows(self, ids: TableIds, later: int) -> StepRows:

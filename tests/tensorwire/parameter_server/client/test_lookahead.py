@@ -36,7 +36,7 @@ class Servers:
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
-        self.session = self
+        self.session = self.stepper = self
         self.values: dict[tuple[str, int], float] = {}
         self.shards = [Shard() for _ in range(SHARDS)]
         self.sent = 0

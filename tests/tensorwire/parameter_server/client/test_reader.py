@@ -64,13 +64,13 @@ def test_servers_that_never_agree_end_a_pull_in_time(monkeypatch: pytest.MonkeyP
         cluster = ps.connect(["ps0", "ps1"])
         (items, _) = _tables(cluster)
         cluster.push({items: (_IDS, torch.ones(24, 2))})
-        send = cluster.send
+        send = cluster.stepper.send
 
         def apart(*args: Any) -> Any:
             answer = send(*args).wait()
             return Exchanging(lambda _: replace(answer, times=(1, 2)))
 
-        monkeypatch.setattr(cluster, "send", apart)
+        monkeypatch.setattr(cluster.stepper, "send", apart)
         with pytest.raises(UnreachableError, match="from steps 1 to 2"):
             cluster.reader(timeout=0.01).pull({"items": _IDS})
         monkeypatch.undo()
