@@ -120,6 +120,7 @@ def test_their_command_lines_run_on_two_nodes(system: str, work: Job) -> None:
         (r"(n1|train-0\.train):29400", f"localhost:{free_port()}"),
         (r"[^\"=]*/(\.train-key|train/key)", str(key)),
         (r"=/logs", f"={work.folder}/logs"),
+        (r"trainer:8,", "trainer:2,"),  # sixteen processes of 1 s each show no more than four
     ]:
         text = re.sub(here, there, text)
     slurm = [{"SLURM_PROCID": str(n), "SLURM_JOB_NUM_NODES": "2"} for n in range(2)]
@@ -128,7 +129,7 @@ def test_their_command_lines_run_on_two_nodes(system: str, work: Job) -> None:
         work.start(*json.loads(text), **variables)
         for variables in (slurm if system == "slurm" else kubernetes)
     ]
-    names = [f"ps:{n}" for n in range(4)] + [f"trainer:{n}" for n in range(16)]
+    names = [f"ps:{n}" for n in range(4)] + [f"trainer:{n}" for n in range(4)]
     seen = [work.life(name).environment for name in names]
     assert {each["GROUP_RANK"] for each in seen[4:]} == {"0", "1"}
     assert {each["RPC_GROUP_KEY_FILE"] for each in seen} == {str(key)}
