@@ -35,7 +35,7 @@ and TorchRec's fused collection in one process, where that is installed or ``--t
 ``memory``: fills a table of 20 million rows of 16, and tells the server's memory.
 ``published``: fills it, publishes a base, changes one row in 100, and publishes a delta.
 ``steps``: does 100 000 small steps, and tells the memory of both on the way.
-``ahead``: the click model's collection with 1, 2 and 4 batches ahead, trainer and server in
+``ahead``: the click model's collection with 1, 2, 4 and 8 batches ahead, trainer and server in
 networks of their own, between which a relay delays packets by 1 and 5 ms and bounds the rate; tells
 messages, rows and bytes of a step, too. It needs root.
 ``click``: ``--tables`` with 26 tables and 1 and 2 servers, 200 tables and 512 examples, 10 features
@@ -275,7 +275,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=16, help="columns of each of --tables (%(default)s)")
     add("--table-rows", type=int, default=100_000, help="of the largest (%(default)s)")
     add("--servers", type=int, default=1, choices=[1, 2], help="with --tables (%(default)s)")
-    add("--known", type=int, nargs="+", default=[1, 2, 4], help="batches, of ahead (1 2 4)")
+    add("--known", type=int, nargs="+", default=[1, 2, 4, 8], help="batches, of ahead (1 2 4 8)")
     add("--delays", type=float, nargs="+", default=[1, 5], help="ms one way, of ahead (1 5)")
     add("--megabits", type=float, default=1000, help="a second, of ahead; 0: any (%(default)s)")
     add("--before", default="", metavar="FOLDER", help="an earlier checkout, for click")

@@ -181,8 +181,12 @@ class _Collection(Lookup):
         Args:
             ids: as they will be given to :meth:`forward`. The work is not done again there.
         """
-        batch = self._batch(ids)
-        self._prepare(batch)
+        self.require_no_transform()
+        tensors, versions = self._given(ids)
+        batch = next((each for each in self._batches if each.is_of(tensors, versions)), None)
+        if batch is None:
+            batch = self._needs(ids, tensors, versions)
+            self._prepare(batch)
         self._batches = [*self._batches[1 - self.batches_known :], batch]
         return batch.ids
 
@@ -190,15 +194,22 @@ class _Collection(Lookup):
         """Does what a backward pass will need."""
 
     def _batch(self, ids: Any) -> _Batch:
+        """The needs of just these ids, found before or now; those of batches before are dropped."""
         self.require_no_transform()
-        where = type(self).__name__
-        tensors = given(where, self._names, self._weighted, ids)
-        versions = [_version(each) for each in tensors]
+        tensors, versions = self._given(ids)
         for place, batch in enumerate(self._batches):
             if batch.is_of(tensors, versions):
                 self._batches = self._batches[place + 1 :]
                 return batch
-        features = feature_ids(where, self._names, self._weighted, ids)
+        return self._needs(ids, tensors, versions)
+
+    def _given(self, ids: Any) -> tuple[list[Any], list[Any]]:
+        """The tensors of a batch, and their versions."""
+        tensors = given(type(self).__name__, self._names, self._weighted, ids)
+        return tensors, [_version(each) for each in tensors]
+
+    def _needs(self, ids: Any, tensors: list[Any], versions: list[Any]) -> _Batch:
+        features = feature_ids(type(self).__name__, self._names, self._weighted, ids)
         batch = _Batch(tensors, versions, features, [], [])
         for group in self._groups:
             own = [features[place] for place in group.features]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,12 +81,13 @@ def play(
     *,
     at: dict[int, Event] | None = None,
     made: Callable[[ps.Cluster], Any] = Model,
+    given: Sequence[Batch] = (),
 ) -> tuple[list[float], list[Tensor]]:
     """Trains; returns the losses, and all rows at the end."""
     model = made(cluster)
     optimizer = ps.Optimizer(cluster, model)
     losses: dict[int, float] = {}
-    given = batches()
+    given = given or batches()
     while len(losses) < STEPS:
         begin = len(losses)
         try:
@@ -158,6 +159,12 @@ def undisturbed() -> Any:
 
 def test_bits_are_those_of_one_batch_ahead_however_tables_are_declared() -> None:
     assert same(played(3, made=Several), played(1, made=Several))
+
+
+def test_bits_are_those_of_one_batch_ahead_where_few_batches_come_again_and_again() -> None:
+    one, other = batches(steps=2)
+    given = [one, one, other] * (STEPS // 3)
+    assert same(played(4, given=given), played(1, given=given))
 
 
 def test_bits_hold_when_rows_move_or_are_set() -> None:

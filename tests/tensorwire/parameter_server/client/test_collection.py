@@ -323,6 +323,23 @@ def test_what_was_found_beforehand_is_used_for_just_those_tensors() -> None:
     assert fetched.pop().ids.tolist() == [4, 9]
 
 
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_batches_that_come_again_before_they_are_used_are_found_each_time(kind: Any) -> None:
+    (table,) = tables(7)
+    module = kind({"a": table})
+    one, other = {"a": numbers(BATCH, 2)}, {"a": numbers(BATCH, 2, seed=1)}
+    plain = {id(each): kind({"a": table})(each)["a"] for each in (one, other)}
+    module.batches_known = 4
+
+    turns = [one, one, other, one]
+    wanted = [module.wanted(each)[0] for each in turns]
+    for ids, each in zip(turns, wanted, strict=True):
+        assert torch.equal(module(ids)["a"], plain[id(ids)])
+        assert table.cluster.fetched.pop() is each
+    module(one)
+    assert table.cluster.fetched.pop() is not wanted[0]
+
+
 def test_values_of_features_of_different_lengths_are_refused() -> None:
     found = KeyedTensor(["a", "b"], [torch.ones(2, 3, 4), torch.ones(2, 5, 4)])
     assert found.keys() == ["a", "b"]
