@@ -31,6 +31,7 @@ from tensorwire.parameter_server.client.finding import (
     role_or_names,
     those_there,
 )
+from tensorwire.parameter_server.client.membership import Membership
 from tensorwire.parameter_server.client.publishing import Every, Publishing, begin_publishing
 from tensorwire.parameter_server.client.reader import Reader
 from tensorwire.parameter_server.client.row_fetcher import RowFetcher
@@ -81,7 +82,7 @@ class Cluster:
         given: the batches whose samples the next push has trained, if they are counted.
     """
 
-    def __init__(self, session: Session, nans: NanPolicy) -> None:
+    def __init__(self, session: Session, membership: Membership, nans: NanPolicy) -> None:
         self.session = session
         self.name = session.cluster
         self.consistency: Consistency = consistency_of(session.view.settings)
@@ -89,10 +90,11 @@ class Cluster:
         self.publishing: Publishing | None = None
         self.account = Account()
         self.given = Given()
+        self._membership = membership
         self._declared = Declared(session)
         self.rows = RowFetcher(self)
         self.stepper = Stepper(
-            session, self._declared, self.account, self.given, nans, self._pushed
+            session, membership, self._declared, self.account, self.given, nans, self._pushed
         )
 
     def __repr__(self) -> str:
@@ -234,7 +236,7 @@ class Cluster:
     @property
     def step(self) -> int:
         """Pushes that this trainer has made; :meth:`finish` makes one more."""
-        return self.session.next
+        return self.session.trainer.next
 
     @property
     def is_stale(self) -> bool:
@@ -244,14 +246,14 @@ class Cluster:
     @property
     def number(self) -> int:
         """This trainer's number in the cluster; -1 if it is none."""
-        return self.session.number
+        return self.session.trainer.number
 
     def join(self) -> None:
         """Becomes a trainer, if this is none yet; under BSP all others then wait for its pushes.
 
         The first time, waits until as many as ``connect`` was told want to.
         """
-        self.stepper.join()
+        self._membership.join()
 
     def finish(self) -> None:
         """Leaves the clock: from here on nobody waits for pushes of this trainer.
@@ -262,8 +264,7 @@ class Cluster:
             RolledBack: see there; it is a trainer still.
         """
         self.session.servers.require_own_process()
-        if self.session.number >= 0:
-            self.session.finish()
+        self._membership.finish()
 
     def push(self, gradients: Mapping[Table, tuple[Tensor, Tensor]]) -> None:
         """Pushes gradients of rows of several tables: one step of this trainer.

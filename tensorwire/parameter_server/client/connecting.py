@@ -13,6 +13,7 @@ from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.cache import Cache
 from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.finding import lives_to_come, most_servers, role_or_names
+from tensorwire.parameter_server.client.membership import Membership
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.stepper import NanPolicy
 from tensorwire.parameter_server.client.table import Table
@@ -121,9 +122,10 @@ def connect(
             return known
         view = _meet(worker, name, settings, backups, timeout)
         before = connected.sessions.get(name, 0)
-        session = Session(worker, name, view, before, trainers or started, timeout)
+        session = Session(worker, name, view, before, timeout)
         connected.sessions[name] = before + 1
-        cluster = connected.clusters[name] = Cluster(session, nans)
+        membership = Membership(session, trainers or started)
+        cluster = connected.clusters[name] = Cluster(session, membership, nans)
     session.servers.spread()
     return cluster
 

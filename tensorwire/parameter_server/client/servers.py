@@ -39,6 +39,9 @@ class Servers:
         view: returns the latest view that the client has heard of.
         refresh: looks for a later one.
         patience: says when to give up.
+
+    Attributes:
+        patience: likewise.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Servers:
         self._news = news
         self._view = view
         self._refresh = refresh
-        self._patience = patience
+        self.patience = patience
         self._process = os.getpid()
 
     def require_own_process(self) -> None:
@@ -101,7 +104,7 @@ class Servers:
                 answer = self._ask(coordinator, messages.Asking(what))
                 reply = _awaited(answer, log, what, coordinator, waits_for)
             if isinstance(reply, messages.Granted):
-                self._patience.answered(_COORDINATOR)
+                self.patience.answered(_COORDINATOR)
                 return reply.result
             if isinstance(reply, messages.Rejected) and reply.reason:
                 raise errors.ParameterServerError(reply.reason)
@@ -130,16 +133,16 @@ class Servers:
                 f"worker {self._worker.info.name!r} was declared lost by the others; "
                 "call rpc.shutdown(), then it may join again"
             )
-        if self._patience.failed(whom, time.monotonic()):
+        if self.patience.failed(whom, time.monotonic()):
             names = ", ".join(str(each) for each in view.servers)
             raise errors.UnreachableError(
-                f"no server {which} has answered for {self._patience.limit:g} s; the servers of "
+                f"no server {which} has answered for {self.patience.limit:g} s; the servers of "
                 f"the cluster are {names}"
             )
 
     def reached(self, whom: Hashable) -> None:
         """A server has answered."""
-        self._patience.answered(whom)
+        self.patience.answered(whom)
 
     def _has_heard_of(self, server: Server) -> bool:
         """False if calls to that life may have met the one before it."""
@@ -186,7 +189,7 @@ class Servers:
     def _within_patience(self, answer: Future[Any]) -> Any:
         """The answer; ``LOST`` if it takes too long, or there is nothing to wait for any more."""
         try:
-            return answer.result(self._patience.limit)
+            return answer.result(self.patience.limit)
         except StillWaiting:
             return LOST
 

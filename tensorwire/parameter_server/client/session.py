@@ -1,49 +1,50 @@
 """One worker's dealings with the servers of one cluster.
 
-Sends pushes and pulls to the shards' heads, keeps pushes until they are safe, and sends again
-what a lost head did not take or what was split by an old map. Decides under one lock and sends
-without it. A thread of its own tries again what has failed.
+Sends pushes and pulls to the shards' heads, keeps pushes until they are safe, and has sent
+again what a lost head did not take or what was split by an old map. Decides under one lock and
+sends without it.
 """
 
 from __future__ import annotations
 
-import contextvars
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn
 
-import torch
 from torch import Tensor
 
 import rpc
 from rpc import extend
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client import answers, splitting
-from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.client.exchange import Answer, KnownRows, PendingPull, Whole
 from tensorwire.parameter_server.client.news import News
+from tensorwire.parameter_server.client.packing import Packer
 from tensorwire.parameter_server.client.patience import Patience
+from tensorwire.parameter_server.client.retrying import Part, Retrier, Tries
 from tensorwire.parameter_server.client.room import Room
-from tensorwire.parameter_server.client.servers import LONGEST_PAUSE, PAUSE, Servers
+from tensorwire.parameter_server.client.servers import PAUSE, Servers
+from tensorwire.parameter_server.client.slow_server import SlowServer
+from tensorwire.parameter_server.client.trainer import Trainer, Undone
 from tensorwire.parameter_server.client.undone import undone_of_others
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
-from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
+from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replica import Counted, NotHead
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
+from tensorwire.parameter_server.declarations.dense_spec import DenseSpec
+from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller
 from tensorwire.parameter_server.messaging.messages import CHANNEL, TableIds
 from tensorwire.parameter_server.messaging.outbox import Outbox
 from tensorwire.parameter_server.messaging.settings import Meeting
 
-_logger: Final = logging.getLogger("tensorwire")
 _NOBODY: Final = (messages.Elsewhere, NotHead)
 _UNDER_WAY: Final = 8
 """Pushes that may be unsafe at a time; the next one waits."""
@@ -58,45 +59,49 @@ class Session:
         view: its view.
         session: how often this worker has joined this cluster before.
         patience: seconds for which servers may be out of reach.
-        started: trainers that had been started by the time that this one was.
+
+    Attributes:
+        worker: likewise.
+        cluster: likewise.
+        view: the latest one that is known here. Replaced as a whole, with the lock held.
+        client: this life of this worker.
+        trainer: the count of its pushes. Guarded by the lock.
+        rollbacks: how often the cluster went back. Guarded by the lock.
+        deals: the latest deal of samples that a server has told of. Guarded by the lock.
+        pulls: how many were made. Guarded by the lock.
+        packer: divides and packs pushes and pulls.
+        news: of other clients, and of views.
+        servers: asks them.
     """
 
     def __init__(
-        self,
-        worker: extend.Worker,
-        cluster: str,
-        view: View,
-        session: int,
-        started: int,
-        patience: float,
+        self, worker: extend.Worker, cluster: str, view: View, session: int, patience: float
     ) -> None:
         self.worker = worker
         self.cluster = cluster
         self.view = view
         self.client = Client(worker.info.name, worker.life.incarnation, session)
-        self._started = started
-        self.number = -1
-        self.next = 0
-        self._first = 0
-        self.bytes_sent = 0
+        self.trainer = Trainer()
         self.rollbacks = 0
         self.deals = 0
+        self.pulls = 0
+        self.packer = Packer(worker)
         self._meeting = Meeting(worker)
         self._caller = Caller(worker, cluster)
-        self._specs: dict[str, Any] = {}
-        self._kept = Unacknowledged()
-        self._asked: dict[int, PendingPull] = {}
-        self.pulls = 0
-        self._last_pull: dict[tuple[str, ...], tuple[splitting.Split, int]] = {}
-        self._errors: dict[int, Exception] = {}
-        self._rolled: errors.RolledBack | None = None
-        self._undone: tuple[int, int, int] | None = None
-        self._failure: Exception | None = None
-        self._finishing = False
-        self._again: set[tuple[str, int, int]] = set()
-        self._watch = Watch()
-        self._pause = PAUSE
+        self._specs: dict[str, TableSpec | DenseSpec] = {}
+        """By name, as this worker has declared them; changed by the thread that declares."""
         self._condition = threading.Condition(threading.RLock())
+        """The lock that guards what follows, notified when that changes."""
+        self._kept = Unacknowledged()
+        """Pushes until they are safe at all shards."""
+        self._asked: dict[int, PendingPull] = {}
+        """By number, the pulls whose answers nobody has taken yet."""
+        self._errors: dict[int, Exception] = {}
+        """By number of a push, the reason for which a server refused it."""
+        self._rolled: errors.RolledBack | None = None
+        """A roll-back that nobody was told of yet."""
+        self._failure: Exception | None = None
+        """The error after which nothing can be done any more."""
         outbox = Outbox(self._condition)
         self._acting, self._later = outbox.acting, outbox.later
         channel = CHANNEL + cluster
@@ -105,17 +110,26 @@ class Session:
             worker, self._caller, self.news, lambda: self.view, self.refresh, Patience(patience)
         )
         self._room = Room(self.servers, lambda: self.view)
+        self._slow = SlowServer(cluster, self._caller, lambda: self.view)
+        self._again = Retrier(self._condition, outbox, self._tries())
         self._forget = worker.subscribe(channel, self._hear)
-        self._context = contextvars.copy_context()
-        self._tender = threading.Thread(target=self._tend, name="tensorwire-ps", daemon=True)
-        self._tender.start()
+        self._again.start()
+
+    def _tries(self) -> Tries:
+        return Tries(
+            self.refresh,
+            self.servers.spread,
+            self._push_again,
+            self._pull_again,
+            self._fail,
+            lambda: self._failure is not None,
+        )
 
     def close(self) -> None:
         """Ends it: whoever waits is told that this worker has left."""
         self._fail(rpc.AgentClosedError(f"worker {self.worker.info.name!r} has left its group"))
         self._forget()
-        if self._tender is not threading.current_thread():
-            self._tender.join(10)
+        self._again.join(10)
 
     def _fail(self, error: Exception) -> None:
         with self._acting():
@@ -144,26 +158,9 @@ class Session:
 
     # --- what a user does
 
-    def knows(self, name: str, spec: Any) -> None:
+    def knows(self, name: str, spec: TableSpec | DenseSpec) -> None:
         """Takes a declaration of a table or dense group."""
         self._specs[name] = spec
-
-    def gather(self, whole: Whole) -> bool:
-        """Copies the dense gradients of a push to where they are sent from, before it is sent.
-
-        Returns:
-            False if one of them is infinite or not a number; the push may still be given up.
-        """
-        with self._condition:
-            view = self.view
-        finite = True
-        for shard in view.active if whole.dense else ():
-            found = view.shard(shard)
-            head = found.head if found is not None and found.chain else None
-            pushes = self._dense(whole, view, shard, head)
-            whole.gathered[view.epoch, shard, head] = {n: push for n, (push, _) in pushes.items()}
-            finite &= all(is_finite for _, is_finite in pushes.values())
-        return finite
 
     def send(
         self,
@@ -193,7 +190,7 @@ class Session:
             self._raise_failure()
             number, parts = -1, {}
             if whole is not None:
-                number, self.next = self.next, self.next + 1
+                number = self.trainer.take()
                 parts = dict.fromkeys(self.view.active, PushKind.UPDATE)
                 self._kept.add(number, self.view.epoch, whole, parts)
             asked = self._ask(wanted, dense, known, is_aside) if wanted or dense else None
@@ -211,9 +208,9 @@ class Session:
             return None
 
         def parted(each: splitting.RowGradients, view: View) -> splitting.Split:
-            return self._split_of(each.rows, view)[0]
+            return self.packer.split_of(each.rows, view)[0]
 
-        return self._room.refusal(self.number, self.next, whole.tables, parted)
+        return self._room.refusal(self.trainer.number, self.trainer.next, whole.tables, parted)
 
     def _ask(
         self,
@@ -223,17 +220,10 @@ class Session:
         is_aside: bool,
     ) -> PendingPull:
         self.pulls += 1
-        step = self.next if self.number >= 0 and not self._finishing else AT_ONCE
-        asked = PendingPull(self.pulls, wanted, dense, step, known, is_aside)
+        asked = PendingPull(self.pulls, wanted, dense, self.trainer.reads, known, is_aside)
         self._asked[self.pulls] = asked
-        self._split(asked)
+        self.packer.split(asked, self.view)
         return asked
-
-    def _split(self, asked: PendingPull) -> None:
-        view = self.view
-        asked.epoch, asked.slots = view.epoch, view.slots
-        asked.missing, asked.answers = set(view.active), {}
-        asked.splits = [splitting.split(ids, view.slots, view.epoch) for ids in asked.tables]
 
     def wait_for(self, asked: PendingPull, timeout: float | None) -> Answer:
         """Waits for the answer to a pull."""
@@ -242,8 +232,7 @@ class Session:
             self._asked.pop(asked.number, None)
             if asked.error is not None:
                 self._raise(asked.error)
-            for parted in () if asked.is_aside else asked.splits:
-                self._last_pull[parted.rows.tables] = (parted, asked.number)
+            self.packer.pulled(asked)
         return answers.joined(asked, self._specs)
 
     def drop(self, asked: PendingPull) -> None:
@@ -252,19 +241,41 @@ class Session:
             self._asked.pop(asked.number, None)
 
     def wait_until_safe(self, number: int, timeout: float | None) -> None:
-        """Waits until a push is safe at all shards."""
-        self._await(lambda: self._is_settled(number), timeout)
-        self._raise_error_of(number)
+        """Waits until a push is safe at all shards.
 
-    def _is_settled(self, number: int) -> bool:
-        return number in self._errors or not self._kept.holds(number)
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        if not self.is_safe_within(number, timeout):
+            raise self._too_late(timeout)
 
-    def _raise_error_of(self, number: int) -> None:
+    def is_safe_within(self, number: int, timeout: float | None) -> bool:
+        """Waits until a push is safe at all shards; False if it takes longer."""
+        if not self._is_done_within(lambda: self._is_settled(number), timeout):
+            return False
         with self._naming_all_lost(), self._acting():
             self._raise_failure()
             error = self._errors.pop(number, None)
         if error is not None:
             raise error
+        return True
+
+    def _is_settled(self, number: int) -> bool:
+        return number in self._errors or not self._kept.holds(number)
+
+    def unsafe_at(self, number: int) -> str:
+        """The servers that have not said of a push that it is safe, for the log."""
+        with self._condition:
+            shards = self._kept.missing(number)
+            heads = [self.view.shard(shard) for shard in shards]
+        names = {each.head.name for each in heads if each is not None and each.chain}
+        return ", ".join(sorted(names)) or "servers that are to take the place of lost ones"
+
+    def take_refusals(self) -> list[Exception]:
+        """The reasons for which servers refused pushes that nobody waited for."""
+        with self._acting():
+            refused, self._errors = list(self._errors.values()), {}
+        return refused
 
     def keep(self, number: int) -> None:
         """The gradients of a push may change from now on: copies what is not safe yet."""
@@ -274,14 +285,28 @@ class Session:
                 each.keep()
 
     def _await(self, done: Callable[[], bool], timeout: float | None) -> None:
+        if not self._is_done_within(done, timeout):
+            raise self._too_late(timeout)
+
+    def _is_done_within(self, done: Callable[[], bool], timeout: float | None) -> bool:
+        """Waits for something, or for the end of this session or a roll-back."""
         with self._condition:
-            if not self._condition.wait_for(
+            is_over = self._condition.wait_for(
                 lambda: done() or self._failure is not None or self._rolled is not None, timeout
-            ):
-                raise TimeoutError(f"the servers of cluster {self.cluster!r} did not answer in "
-                                   f"{timeout} seconds")  # fmt: skip
+            )
             if self._failure is not None and not done():
                 raise self._failure
+        return is_over
+
+    def _too_late(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(
+            f"the servers of cluster {self.cluster!r} did not answer in {timeout} seconds"
+        )
+
+    def raise_failure(self) -> None:
+        """Raises the error with which this has ended, or a roll-back that nobody was told of."""
+        with self._naming_all_lost(), self._acting():
+            self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -306,21 +331,22 @@ class Session:
             self._note_again(shard, number, asked)
             return
         view, head = self.view, found.head
-        epoch, client = view.epoch, self.number
+        epoch, client = view.epoch, self.trainer.number
 
         def send() -> None:
             push = pull = None
             if whole is not None:
                 kind = whole.kind if shard not in whole.refused_by else PushKind.SKIP
-                load = self._load(whole, view, shard, head)
+                load = self.packer.load(whole, view, shard, head)
                 push = Push(client, number, epoch, kind, load, whole.batches)
             if asked is not None:
-                pull = Pull(asked.step, asked.epoch, self._question(asked, shard))
+                question = self.packer.question(asked, shard, self.trainer.number)
+                pull = Pull(asked.step, asked.epoch, question)
             message = messages.Exchange(self.cluster, shard, push, pull)
             begin = time.perf_counter()
 
             def replied(reply: Any) -> None:
-                self._clock(head.name, time.perf_counter() - begin)
+                self._slow.answered(head.name, time.perf_counter() - begin)
                 if isinstance(reply, messages.Rows | messages.Accepted) and reply.room >= 0:
                     self._room.told(shard, head, reply.room)
                 answer = reply if self._may_speak_for(shard, head, reply) else NotHead()
@@ -329,74 +355,6 @@ class Session:
             self._caller.call(head, message, replied)
 
         self._later(send)
-
-    def _clock(self, server: str, seconds: float) -> None:
-        """An answer took so long; says so if this server is the one that all wait for."""
-        with self._condition:
-            found = self._watch.answered(server, seconds)
-        if found is None:
-            return
-        name, mine, others = found
-        slow = [each for each in self.view.servers if each.name == name]
-
-        def tell(described: Any) -> None:
-            why = reason(described) if isinstance(described, dict) else "it does not say why"
-            _logger.warning(
-                "server %r is the bottleneck of cluster %r: it answers in %.1f ms, the others in "
-                "%.1f ms; %s", name, self.cluster, mine * 1e3, others * 1e3, why,
-            )  # fmt: skip
-
-        for each in slow:
-            self._caller.call(each, messages.Describe(), tell)
-
-    def _question(self, asked: PendingPull, shard: int) -> messages.Ask:
-        tables = tuple([parted.parts[shard][1] for parted in asked.splits])
-        name = self.worker.info.name
-        trainer = -1 if asked.is_aside else self.number
-        known = tuple([
-            each.at(shard, parted.parts[shard][0])
-            for each, parted in zip(asked.known, asked.splits, strict=False)
-        ])  # fmt: skip
-        return messages.Ask(trainer, name, asked.number, tables, asked.dense, known)
-
-    def _load(self, whole: Whole, view: View, shard: int, head: Server) -> messages.Load | None:
-        if whole.kind is not PushKind.UPDATE or shard in whole.refused_by:
-            return None
-        tables, buffers = [], partial(self._buffer, head)
-        for each in whole.tables:
-            parted, pulled = self._split_of(each.rows, view)
-            tables.append(splitting.table_push(each, parted, shard, pulled, buffers))
-        dense = whole.gathered.pop((view.epoch, shard, head), None)
-        if dense is None:
-            again = self._dense(whole, view, shard, head)
-            dense = {name: push for name, (push, _) in again.items()}
-        return messages.Load(tuple(tables), dense)
-
-    def _dense(
-        self, whole: Whole, view: View, shard: int, head: Server | None
-    ) -> dict[str, tuple[messages.DensePush, bool]]:
-        """A shard's share of each dense group, and whether it is finite."""
-        buffers = partial(self._buffer, head)
-        return {
-            name: splitting.dense_push(group, view.slots, shard, buffers)
-            for name, group in whole.dense.items()
-        }
-
-    def _buffer(self, to: Server | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory to send from."""
-        with suppress(rpc.RpcError):
-            if to is not None:
-                return self.worker.send_buffer(to.name, shape, dtype)
-        return torch.empty(shape, dtype=dtype)
-
-    def _split_of(self, rows: TableIds, view: View) -> tuple[splitting.Split, int]:
-        """The split by which these very ids were pulled, and the pull's number, or a new one."""
-        parted, pulled = self._last_pull.get(rows.tables, (None, -1))
-        if parted is not None and parted.rows.ids is rows.ids and parted.epoch == view.epoch:
-            return parted, pulled
-        parted = splitting.split(rows, view.slots, view.epoch)
-        self._last_pull[rows.tables] = (parted, -1)
-        return parted, -1
 
     def _replied(
         self, shard: int, number: int, epoch: int, asked: PendingPull | None, reply: Any
@@ -408,13 +366,13 @@ class Session:
             if isinstance(reply, messages.Rows | messages.Accepted) and self.view.shard(shard):
                 self.deals = max(self.deals, reply.deals)
             if isinstance(reply, messages.Rows):
-                self._pause = PAUSE
+                self._again.answered()
                 self._kept.safe(shard, reply.safe)
                 if asked is not None and asked.epoch == epoch:
                     asked.answers[shard] = reply
                     asked.missing.discard(shard)
             elif isinstance(reply, messages.Accepted):
-                self._pause = PAUSE
+                self._again.answered()
                 self._kept.safe(shard, reply.safe)
             elif isinstance(reply, messages.Broken):
                 self._fail(errors.ParameterServerError(f"shard {shard} is broken: {reply.text}"))
@@ -434,7 +392,7 @@ class Session:
     def _is_done_for(self, reply: Any) -> bool:
         """True if a shard has forgotten this trainer, as it took all, the last push included."""
         unknown = isinstance(reply, messages.Denied) and reply.reason is Refusal.UNKNOWN
-        return self._finishing and unknown and self.view.trainer(self.client) is not None
+        return self.trainer.is_finishing and unknown and self.view.trainer(self.client) is not None
 
     def _refused_for_memory(
         self, shard: int, number: int, asked: PendingPull | None, text: str
@@ -474,50 +432,12 @@ class Session:
 
     def _note_again(self, shard: int, number: int, asked: PendingPull | None) -> None:
         if number >= 0:
-            self._again.add(("push", shard, number))
+            self._again.push(Part(shard, number))
         if asked is not None:
-            self._again.add(("pull", shard, asked.number))
-        self._condition.notify_all()
+            self._again.pull(Part(shard, asked.number))
 
-    def _tend(self) -> None:
-        self._context.run(self._tend_on)
-
-    def _tend_on(self) -> None:
-        tries = 0
-        while True:
-            with self._condition:
-                self._condition.wait_for(
-                    lambda: bool(self._again or self._undone) or self._failure is not None
-                )
-                if self._failure is not None:
-                    return
-                undone, self._undone = self._undone, None
-            try:
-                if undone is not None:
-                    self._meeting.undo(self.cluster, *undone)
-                    self.news.tell(each.client.name for each in self.view.trainers)
-                    continue
-                with self._condition:
-                    self._condition.wait_for(lambda: self._failure is not None, self._pause)
-                    self._pause = min(self._pause * 1.5, LONGEST_PAUSE)
-                tries += 1
-                self.refresh()
-                if tries % 8 == 0:
-                    self.servers.spread()
-                self._try_again()
-            except Exception as error:
-                self._fail(error)
-
-    def _try_again(self) -> None:
-        with self._acting():
-            again, self._again = self._again, set()
-            for kind, shard, number in sorted(again, key=lambda each: each[2]):
-                if kind == "push":
-                    self._push_again(shard, number)
-                else:
-                    self._pull_again(shard, number)
-
-    def _push_again(self, shard: int, number: int) -> None:
+    def _push_again(self, part: Part) -> None:
+        shard, number = part.shard, part.number
         whole = self._kept.whole(number)
         if whole is None:
             return
@@ -531,21 +451,21 @@ class Session:
             self._post(shard, number, whole, None)
 
     def _require_trainer(self) -> None:
-        if self.view.trainer(self.client) is None and not self._finishing:
+        if self.view.trainer(self.client) is None and not self.trainer.is_finishing:
             raise errors.NotATrainerError(
                 f"worker {self.client.name!r} is no trainer of cluster {self.cluster!r} any more"
             )
 
-    def _pull_again(self, shard: int, number: int) -> None:
-        asked = self._asked.get(number)
+    def _pull_again(self, part: Part) -> None:
+        asked = self._asked.get(part.number)
         if asked is None or asked.is_done:
             return
         if asked.epoch != self.view.epoch:
-            self._split(asked)
+            self.packer.split(asked, self.view)
             for each in self.view.active:
                 self._post(each, -1, None, asked)
-        elif shard in asked.missing:
-            self._post(shard, -1, None, asked)
+        elif part.shard in asked.missing:
+            self._post(part.shard, -1, None, asked)
 
     # --- views
 
@@ -573,12 +493,12 @@ class Session:
             self._roll_back(view)
         else:
             for number in self._kept.stranded({shard.number for shard in view.shards}):
-                self._again.add(("push", -1, number))
+                self._again.push(Part(-1, number))
             for shard in view.shards:
                 before = old.shard(shard.number)
                 if before is not None and before.chain[:1] != shard.chain[:1]:
                     for number, _, _ in self._kept.again(shard.number):
-                        self._again.add(("push", shard.number, number))
+                        self._again.push(Part(shard.number, number))
         self.news.note()
 
     def _roll_back(self, view: View) -> None:
@@ -586,28 +506,26 @@ class Session:
         assert snapshot is not None
         self._kept.clear()
         self._errors.clear()
-        self._last_pull.clear()
-        self._again.clear()
+        self.packer.forget()
+        self._again.forget()
         self.rollbacks += 1
         self.deals = 0
-        trainer = view.trainer(self.client)
-        if self.number < 0 or trainer is None:
-            if trainer is not None:  # it has not heard yet that it is one
-                self._undone = (view.generation, trainer.number, 0)
+        is_told = self.trainer.number >= 0
+        undone = self.trainer.go_back(self.client, view)
+        if undone is not None:
+            self._again.first(partial(self._tell_undone, undone))
+        if undone is None or not is_told:
             for number in self._asked:
-                self._again.add(("pull", -1, number))
+                self._again.pull(Part(-1, number))
             return
-        known = [snapshot.counts[t.number] for t in view.trainers if t.number in snapshot.counts]
-        start = min(known, default=snapshot.time)
-        before, self.next = self.next, snapshot.counts.get(self.number, start)
-        lost = max(0, before - max(self.next, self._first))
-        self._first = min(self._first, self.next)
-        self._undone = (view.generation, self.number, lost)
-        error = errors.RolledBack(self.next, {self.client.name: lost}, snapshot.folder)
-        self._rolled = error
-        self._finishing = False
+        lost = {self.client.name: undone.pushes}
+        self._rolled = errors.RolledBack(self.trainer.next, lost, snapshot.folder)
         for asked in self._asked.values():
-            asked.error = error
+            asked.error = self._rolled
+
+    def _tell_undone(self, undone: Undone) -> None:
+        self._meeting.undo(self.cluster, undone.generation, undone.trainer, undone.pushes)
+        self.news.tell(each.client.name for each in self.view.trainers)
 
     def _named(self, error: errors.RolledBack) -> errors.RolledBack:
         """The error of a roll-back with what it undid of all trainers, not only of this one."""
@@ -623,28 +541,18 @@ class Session:
         undone.update(error.lost)
         return errors.RolledBack(error.step, undone, error.snapshot)
 
-    # --- joining and leaving
+    # --- trainers
 
-    def join(self) -> None:
-        """Becomes a trainer; returns when it may push."""
-        join = orders.Join(self.client, self._started)
-        number = self.servers.ask_coordinator(join, waits_for=self._beginning())
-        pause = PAUSE
-        while True:
-            seen = self.news.count
-            self.news.raise_failure()
-            self.refresh()
-            for shard in self.view.active:
-                count = self.servers.ask_head(shard, messages.CountOf(number))
-                if isinstance(count, int):
-                    self.servers.reached((number,))
-                    with self._acting():
-                        self.number = number
-                        self.next = self._first = count
-                    return
-            self.servers.found_nobody((number,), f"that knows trainer {number}")
-            self.news.wait(seen, pause)
-            pause = min(pause * 1.5, LONGEST_PAUSE)
+    def begin(self, number: int, count: int) -> None:
+        """This worker is a trainer now, whose first push has this number."""
+        with self._acting():
+            self.trainer.begin(number, count)
+
+    def begin_to_finish(self) -> None:
+        """The next push is the last one, unless the cluster goes back first."""
+        with self._naming_all_lost(), self._acting():
+            self._raise_failure()
+            self.trainer.is_finishing = True
 
     def count_samples(self, name: str, text: str) -> str:
         """Has the samples of a sampler counted; returns what the first to name it said it is."""
@@ -666,55 +574,3 @@ class Session:
             self.servers.found_nobody(sampler, f"that keeps the account of sampler {sampler!r}")
             self.news.wait(seen, PAUSE)
             self.refresh()
-
-    def _beginning(self) -> str:
-        """For whom a trainer waits that joins, as far as it knows."""
-        said = int(self.view.settings.get("trainers", 1))
-        told = f"ps.connect(trainers={said})" if said else f"{self._started} had been started"
-        return f"the trainers with which cluster {self.cluster!r} begins ({told})"
-
-    def finish(self) -> None:
-        """Pushes the last push, and leaves when it is safe everywhere."""
-        with self._naming_all_lost(), self._acting():
-            self._raise_failure()
-            self._finishing = True
-        number, _ = self.send(Whole(PushKind.FINISH))
-        self._await_last_push(number)
-        with self._acting():
-            refused, self._errors = list(self._errors.values()), {}
-        generation = self.view.generation
-        try:
-            leave = orders.Leave(self.number, generation, self._first, number)
-            self.servers.ask_coordinator(leave, waits_for="servers to let this trainer go")
-        except errors.ParameterServerError:
-            self.refresh()
-            with self._naming_all_lost(), self._acting():
-                self._raise_failure()  # the cluster went back in the middle of this
-            raise
-        self.number = -1
-        if refused:
-            raise refused[0]
-
-    def _await_last_push(self, number: int) -> None:
-        """Waits until a push is safe, and says in the log at which servers it is not."""
-        log = extend.WaitLog(time.monotonic())
-        while True:
-            try:
-                self._await(lambda: self._is_settled(number), log.next_at() - time.monotonic())
-                break
-            except TimeoutError:
-                pass
-            if log.is_due(now := time.monotonic()):
-                _logger.warning(
-                    "finish has waited %.0f s until the pushes of trainer %r are safe at %s",
-                    now - log.began, self.client.name, self._not_safe(number),
-                )  # fmt: skip
-        self._raise_error_of(number)
-
-    def _not_safe(self, number: int) -> str:
-        """The servers that have not said of a push that it is safe."""
-        with self._condition:
-            shards = self._kept.missing(number)
-            heads = [self.view.shard(shard) for shard in shards]
-        names = {each.head.name for each in heads if each is not None and each.chain}
-        return ", ".join(sorted(names)) or "servers that are to take the place of lost ones"

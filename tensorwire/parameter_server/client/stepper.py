@@ -24,6 +24,7 @@ from tensorwire.parameter_server.client.exchange import (
     StepGradient,
     Whole,
 )
+from tensorwire.parameter_server.client.membership import Membership
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.splitting import RowGradients, WholeDense
 from tensorwire.parameter_server.client.table import Table
@@ -52,6 +53,7 @@ class Stepper:
 
     Args:
         session: what carries them.
+        membership: makes this worker a trainer before its first push.
         declared: the tables and dense groups that there are.
         account: counts exchanges.
         given: the batches whose samples the next push has trained.
@@ -66,6 +68,7 @@ class Stepper:
     def __init__(
         self,
         session: Session,
+        membership: Membership,
         declared: Declared,
         account: Account,
         given: Given,
@@ -75,15 +78,11 @@ class Stepper:
         self.nans = nans
         self.bad_steps = 0
         self._session = session
+        self._membership = membership
         self._declared = declared
         self._account = account
         self._given = given
         self._pushed = pushed
-
-    def join(self) -> None:
-        """Becomes a trainer, if this is none yet."""
-        if self._session.number < 0:
-            self._session.join()
 
     def send(
         self,
@@ -112,7 +111,7 @@ class Stepper:
         """
         self._session.servers.require_own_process()
         if push is not None or skip:
-            self.join()
+            self._membership.join()
         gone: Whole | None = None
         with self._account.timed("sending"):
             if push is not None or skip:
@@ -160,7 +159,7 @@ class Stepper:
         tables: list[RowGradients] = []
         whole = Whole(PushKind.UPDATE, tables, dense)
         is_good = all(is_finite(each.grad) for each in push.rows)
-        if not (self._session.gather(whole) and is_good):
+        if not (self._session.packer.gather(whole, self._session.view) and is_good):
             if self.nans is NanPolicy.RAISE:
                 raise errors.GradientError(f"the gradient of {_not_finite(push)} is not finite")
             self.bad_steps += 1

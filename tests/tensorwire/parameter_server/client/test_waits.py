@@ -68,9 +68,16 @@ def _require_errors(raised: dict[str, BaseException | None], *kinds: type[Except
 
 
 def _connected() -> tuple[ps.Cluster, ps.Table]:
-    cluster = ps.connect(server_names(2), timeout=_PATIENCE)
+    cluster = ps.connect(server_names(2))
     table = cluster.table("items", 2, ps.SGD(lr=1.0))
     table.push(torch.arange(4), torch.ones(4, 2))
+    return cluster, table
+
+
+def _impatient() -> tuple[ps.Cluster, ps.Table]:
+    """As :func:`_connected`; gives up soon from now on."""
+    cluster, table = _connected()
+    cluster.session.servers.patience.limit = _PATIENCE
     return cluster, table
 
 
@@ -79,13 +86,23 @@ def test_every_call_of_a_cluster_whose_servers_are_out_of_reach_ends_with_an_err
 ) -> None:
     hub = MemoryHub()
     with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
-        cluster, table = _connected()
+        cluster, table = _impatient()
         for server in range(2):
             hub.cut(server)
         raised = _errors_of(_calls(cluster, table, tmp_path))
         _require_errors(raised, rpc.RpcError, TimeoutError)
         assert isinstance(raised["push"], ps.UnreachableError)
         assert cluster.stats()["servers"] == {}
+
+
+def test_finish_of_a_trainer_that_reaches_no_server_ends_with_an_error() -> None:
+    hub = MemoryHub()
+    with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
+        cluster, _ = _impatient()
+        for server in range(2):
+            hub.cut(server)
+        raised = _errors_of({"finish": cluster.finish})
+        assert isinstance(raised["finish"], ps.UnreachableError)
 
 
 def test_every_call_of_a_cluster_that_lost_its_state_says_so(tmp_path: Path) -> None:
@@ -103,7 +120,7 @@ def test_every_call_of_a_cluster_that_lost_its_state_says_so(tmp_path: Path) -> 
 
 def test_every_call_of_a_cluster_that_was_left_says_so(tmp_path: Path) -> None:
     with local_group(*server_names(2), "trainer") as agents, as_worker(agents[-1]):
-        cluster, table = _connected()
+        cluster, table = _impatient()
         cluster.session.close()
         raised = _errors_of(_calls(cluster, table, tmp_path))
         _require_errors(raised, rpc.RpcError, TimeoutError)

@@ -1,0 +1,91 @@
+"""Joining and leaving of one trainer: when it may push, and when nobody waits for it any more."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+from rpc import extend
+from tensorwire.parameter_server import errors
+from tensorwire.parameter_server.client.exchange import Whole
+from tensorwire.parameter_server.client.servers import LONGEST_PAUSE, PAUSE
+from tensorwire.parameter_server.client.session import Session
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.clock import PushKind
+from tensorwire.parameter_server.messaging import messages
+
+_logger: Final = logging.getLogger("tensorwire")
+
+
+class Membership:
+    """Makes a worker a trainer, and ends that.
+
+    Args:
+        session: of the worker in the cluster.
+        started: trainers that had been started by the time that this one was.
+    """
+
+    def __init__(self, session: Session, started: int) -> None:
+        self._session = session
+        self._started = started
+
+    def join(self) -> None:
+        """Becomes a trainer, if this is none yet; returns when it may push."""
+        session = self._session
+        if session.trainer.number >= 0:
+            return
+        join = orders.Join(session.client, self._started)
+        number = session.servers.ask_coordinator(join, waits_for=self._beginning())
+        pause = PAUSE
+        while True:
+            seen = session.news.count
+            session.news.raise_failure()
+            session.refresh()
+            for shard in session.view.active:
+                count = session.servers.ask_head(shard, messages.CountOf(number))
+                if isinstance(count, int):
+                    session.servers.reached((number,))
+                    session.begin(number, count)
+                    return
+            session.servers.found_nobody((number,), f"that knows trainer {number}")
+            session.news.wait(seen, pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE)
+
+    def _beginning(self) -> str:
+        """For whom a trainer waits that joins, as far as it knows."""
+        said = int(self._session.view.settings.get("trainers", 1))
+        told = f"ps.connect(trainers={said})" if said else f"{self._started} had been started"
+        return f"the trainers with which cluster {self._session.cluster!r} begins ({told})"
+
+    def finish(self) -> None:
+        """Pushes the last push, and leaves when it is safe everywhere; nothing if this is none."""
+        session = self._session
+        trainer = session.trainer
+        if trainer.number < 0:
+            return
+        session.begin_to_finish()
+        number, _ = session.send(Whole(PushKind.FINISH))
+        self._await_last_push(number)
+        refused = session.take_refusals()
+        generation = session.view.generation
+        try:
+            leave = orders.Leave(trainer.number, generation, trainer.first, number)
+            session.servers.ask_coordinator(leave, waits_for="servers to let this trainer go")
+        except errors.ParameterServerError:
+            session.refresh()
+            session.raise_failure()  # the cluster went back in the middle of this
+            raise
+        trainer.number = -1
+        if refused:
+            raise refused[0]
+
+    def _await_last_push(self, number: int) -> None:
+        """Waits until a push is safe, and says in the log at which servers it is not."""
+        session, log = self._session, extend.WaitLog(time.monotonic())
+        while not session.is_safe_within(number, max(0.0, log.next_at() - time.monotonic())):
+            if log.is_due(now := time.monotonic()):
+                _logger.warning(
+                    "finish has waited %.0f s until the pushes of trainer %r are safe at %s",
+                    now - log.began, session.client.name, session.unsafe_at(number),
+                )  # fmt: skip

@@ -1,0 +1,73 @@
+"""The count of one trainer's pushes, and what a roll-back makes of it. Sans-IO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorwire.parameter_server.decisions.reads import AT_ONCE
+from tensorwire.parameter_server.decisions.views import Client, View
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """The part that a roll-back has undone of one trainer.
+
+    Args:
+        generation: to which the cluster went back.
+        trainer: its number.
+        pushes: how many of its pushes are lost.
+    """
+
+    generation: int
+    trainer: int
+    pushes: int
+
+
+@dataclass(slots=True)
+class Trainer:
+    """One worker as a trainer. The session's lock guards it.
+
+    Args:
+        number: in the cluster; -1 while it is none.
+        next: the number of its next push.
+        first: that of the first push which it made, or makes again.
+        is_finishing: its last push is under way.
+    """
+
+    number: int = -1
+    next: int = 0
+    first: int = 0
+    is_finishing: bool = False
+
+    def begin(self, number: int, count: int) -> None:
+        """It is a trainer now, whose first push has this number."""
+        self.number = number
+        self.next = self.first = count
+
+    def take(self) -> int:
+        """The number of a push that is made now."""
+        self.next += 1
+        return self.next - 1
+
+    @property
+    def reads(self) -> int:
+        """The step whose rows it wants, see ``decisions.reads.Pull``."""
+        return self.next if self.number >= 0 and not self.is_finishing else AT_ONCE
+
+    def go_back(self, client: Client, view: View) -> Undone | None:
+        """The cluster went back to the snapshot of a view.
+
+        Returns:
+            The part that it has undone here; None if the view knows no such trainer.
+        """
+        snapshot, trainer = view.snapshot, view.trainer(client)
+        assert snapshot is not None
+        if self.number < 0 or trainer is None:  # it may not have heard yet that it is one
+            return None if trainer is None else Undone(view.generation, trainer.number, 0)
+        known = [snapshot.counts[t.number] for t in view.trainers if t.number in snapshot.counts]
+        start = min(known, default=snapshot.time)
+        before, self.next = self.next, snapshot.counts.get(self.number, start)
+        lost = max(0, before - max(self.next, self.first))
+        self.first = min(self.first, self.next)
+        self.is_finishing = False
+        return Undone(view.generation, self.number, lost)
