@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tensorwire.parameter_server.decisions.replica import Assign
+from tensorwire.parameter_server.decisions.records import Assign
 from tensorwire.parameter_server.declarations.dense_spec import (
     DenseSpec,
     Piece,

@@ -17,7 +17,7 @@ from tensorwire.parameter_server.client.news import News
 from tensorwire.parameter_server.client.patience import Patience
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.lives import CUT_OFF, Verdict
-from tensorwire.parameter_server.decisions.replica import NotHead
+from tensorwire.parameter_server.decisions.records import NotHead
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller, latest_life, verdict_on

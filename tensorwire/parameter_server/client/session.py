@@ -33,7 +33,7 @@ from tensorwire.parameter_server.client.undone import undone_of_others
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
-from tensorwire.parameter_server.decisions.replica import Counted, NotHead
+from tensorwire.parameter_server.decisions.records import Counted, NotHead
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
@@ -511,7 +511,7 @@ class Session:
         self.rollbacks += 1
         self.deals = 0
         is_told = self.trainer.number >= 0
-        undone = self.trainer.go_back(self.client, view)
+        undone = self.trainer.go_back(self.client, view, snapshot)
         if undone is not None:
             self._again.first(partial(self._tell_undone, undone))
         if undone is None or not is_told:

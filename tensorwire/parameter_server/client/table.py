@@ -15,7 +15,7 @@ from tensorwire.parameter_server.client.exchange import Gradients
 from tensorwire.parameter_server.client.feedback import Feedback
 from tensorwire.parameter_server.client.gradient import RowGradient
 from tensorwire.parameter_server.client.lookup import summed
-from tensorwire.parameter_server.decisions.replica import Assign
+from tensorwire.parameter_server.decisions.records import Assign
 from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.messaging.messages import FirstRows, Setting, TableIds

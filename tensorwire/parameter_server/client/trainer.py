@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorwire.parameter_server.decisions.reads import AT_ONCE
-from tensorwire.parameter_server.decisions.views import Client, View
+from tensorwire.parameter_server.decisions.views import Client, Snapshot, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,18 @@ class Trainer:
         """The step whose rows it wants, see ``decisions.reads.Pull``."""
         return self.next if self.number >= 0 and not self.is_finishing else AT_ONCE
 
-    def go_back(self, client: Client, view: View) -> Undone | None:
-        """The cluster went back to the snapshot of a view.
+    def go_back(self, client: Client, view: View, snapshot: Snapshot) -> Undone | None:
+        """The cluster went back to a snapshot.
+
+        Args:
+            client: this life of the worker.
+            view: the one that says so.
+            snapshot: with which the cluster began again.
 
         Returns:
             The part that it has undone here; None if the view knows no such trainer.
         """
-        snapshot, trainer = view.snapshot, view.trainer(client)
-        assert snapshot is not None
+        trainer = view.trainer(client)
         if self.number < 0 or trainer is None:  # it may not have heard yet that it is one
             return None if trainer is None else Undone(view.generation, trainer.number, 0)
         known = [snapshot.counts[t.number] for t in view.trainers if t.number in snapshot.counts]

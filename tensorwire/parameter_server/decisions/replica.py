@@ -1,16 +1,14 @@
 """Decides what one server does for one shard: as head, or as a backup.
 
 Puts together the clock, the pulls that wait and the log. Everything that changes the state is a
-record of the log and is run on it in order, at the head and at the backups: ``Run`` says so.
-``Read`` is for the head only, between two runs. ``Respond`` answers a call; what tells of a change
-waits until that change is safe at the whole chain.
+record of the log and is run on it in order, at the head and at the backups (``records``). What
+tells of a change waits until that change is safe at the whole chain (``gate``).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.parameter_server.decisions import clock as clocks
@@ -24,137 +22,27 @@ from tensorwire.parameter_server.decisions.clock import (
     Taken,
 )
 from tensorwire.parameter_server.decisions.consistency import Consistency, staleness_of
+from tensorwire.parameter_server.decisions.gate import Gate
 from tensorwire.parameter_server.decisions.leases import Lease, Renewal
 from tensorwire.parameter_server.decisions.reads import Answer, Pull, Reads, Turn
+from tensorwire.parameter_server.decisions.records import (
+    After,
+    Assign,
+    Counted,
+    Effect,
+    Exported,
+    Heard,
+    Import,
+    NotHead,
+    Read,
+    Record,
+    Respond,
+    Run,
+    Safe,
+    StartCopy,
+)
 from tensorwire.parameter_server.decisions.replication import Forward, Replication
-from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.views import Server, Shard
-
-# --- records besides pushes and orders
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """Rows that another shard had until a cut, and its accounts of samples at that cut."""
-
-    source: int
-    epoch: int
-    load: Any = None
-    accounts: Mapping[str, Account] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """A shard has what was to be sent to it."""
-
-    target: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Assign:
-    """Values to be set, not added to: of a dense group."""
-
-    load: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """Another shard has so many pushes."""
-
-    source: int
-    ready: Ready
-
-
-@dataclass(frozen=True, slots=True)
-class After:
-    """A record, and what the head had heard of other shards before it.
-
-    News alone is no record: if it is lost with the head, the other shards tell the next one.
-    """
-
-    news: tuple[Heard, ...]
-    record: Any
-
-
-Record = Push | orders.Order | Import | Exported | Assign | Renewal | After
-
-# --- what is to be done
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Change the state by this."""
-
-    what: (
-        clocks.Apply | clocks.Reached | orders.Prime | orders.Declare | orders.Published
-        | Import | Exported | Assign
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Answer this pull from the state as it is now.
-
-    Args:
-        pull: the pull.
-        time: by which rows are too old.
-        low: pushes of the slowest trainer.
-        version: of the chain.
-    """
-
-    pull: Pull
-    time: int
-    low: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Respond:
-    """Answer a call."""
-
-    call: Any
-    answer: Any
-
-
-@dataclass(frozen=True, slots=True)
-class StartCopy:
-    """Copy the state as it is now to a new backup; then call ``copied``."""
-
-    heir: Server
-    position: int
-    version: int
-    clock: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Inform:
-    """Tell other shards how many pushes are safe here, until they say that they know."""
-
-    ready: Ready
-
-
-@dataclass(frozen=True, slots=True)
-class NotHead:
-    """The answer of a server that is not, or no longer, the head of this shard."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """The account of samples of a sampler, and the clock's ``deals``."""
-
-    account: Account
-    deals: int
-
-
-@dataclass(frozen=True, slots=True)
-class Safe:
-    """The answer to a record: all before this position are safe from here on."""
-
-    position: int
-
-
-Effect = Run | Read | Respond | Forward | StartCopy | Inform
 
 
 class Replica:
@@ -183,16 +71,13 @@ class Replica:
         self.is_primed = False
         self._reads = Reads(staleness_of(consistency))
         self._log = Replication(me, position, version)
+        self._gate = Gate(self._log)
         self._lease = Lease()
         self._pushes: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         self._going: dict[int, list[Any]] = {}
         self._opens: list[Any] = []
         self._stash: dict[int, Import] = {}
-        self._gated: deque[tuple[int, Any, Any]] = deque()
-        self._unsafe: deque[tuple[int, Ready]] = deque()
         self._news: list[Heard] = []
-        self._uncounted: deque[tuple[int, int, int]] = deque()
-        self._safe_counts: dict[int, int] = {}
         self._control = 0
         self._copies: dict[Server, list[Any]] = {}
         self._binding: list[Any] = []
@@ -210,7 +95,7 @@ class Replica:
 
     def safe_count(self, trainer: int) -> int:
         """The number of a trainer's pushes that are safe at the whole chain."""
-        return self._safe_counts.get(trainer, 0)
+        return self._gate.safe_count(trainer)
 
     # --- calls to the head
 
@@ -259,7 +144,7 @@ class Replica:
         if not self.is_head:
             return [Respond(call, NotHead())]
         if isinstance(order, orders.Query):
-            return self._gate(call, self.clock.status() if self.is_primed else None)
+            return self._gate.answer(call, self.clock.status() if self.is_primed else None)
         if isinstance(order, orders.Open):
             self._opens.append(call)
             return self._answer_opens()
@@ -289,7 +174,9 @@ class Replica:
         if not self.is_head or not self.is_primed:
             return [Respond(call, NotHead())]
         account = self.clock.accounts.get(sampler)
-        return self._gate(call, None if account is None else Counted(account, self.clock.deals))
+        return self._gate.answer(
+            call, None if account is None else Counted(account, self.clock.deals)
+        )
 
     def told(self, heard: Heard, call: Any) -> list[Effect]:
         """Another shard tells how many pushes it has."""
@@ -306,12 +193,7 @@ class Replica:
 
     def _inform(self, ready: Ready) -> list[Effect]:
         """Tells other shards of pushes, as soon as they are safe here."""
-        if not self.is_head:
-            return []
-        if self._log.durable >= self._log.position:
-            return [Inform(ready)]
-        self._unsafe.append((self._log.position, ready))
-        return []
+        return self._gate.inform(ready) if self.is_head else []
 
     # --- the chain
 
@@ -336,11 +218,9 @@ class Replica:
         calls += [call for waiting in self._going.values() for call in waiting]
         calls += [pull.ask for pull in self._reads.clear()]
         calls += [call for waiting in self._copies.values() for call in waiting]
-        calls += [*self._opens, *self._binding, *(call for _, call, _ in self._gated)]
+        calls += [*self._opens, *self._binding, *self._gate.clear()]
         self._pushes, self._going, self._copies = {}, {}, {}
         self._opens, self._binding = [], []
-        self._gated.clear()
-        self._unsafe.clear()
         self._news.clear()
         return [Respond(call, NotHead()) for call in calls]
 
@@ -351,16 +231,11 @@ class Replica:
         if effects and isinstance(effects[0], replication.Fenced):
             return [Respond(call, effects[0])]
         done += self._carry_out(effects)
-        return done + self._gate(call, Safe(position + 1), position + 1)
+        return done + self._gate.answer(call, Safe(position + 1), position + 1)
 
     def _fence(self, version: int) -> list[Effect]:
         """Refuses what came too early in versions of the chain before this one."""
-        if not self._log.raise_fence(version):
-            return []
-        here = self._log.position
-        early = [call for at, call, _ in self._gated if at > here]
-        self._gated = deque(each for each in self._gated if each[0] <= here)
-        return [Respond(call, replication.Fenced(version)) for call in early]
+        return self._gate.fence(version) if self._log.raise_fence(version) else []
 
     def acknowledged(self, by: Server, position: int, version: int) -> list[Effect]:
         """The next server of the chain has all before a position, of what that version sent."""
@@ -394,7 +269,7 @@ class Replica:
         if not self._log.heir_is_whole:
             return []
         calls, self._binding = self._binding, []
-        return [effect for call in calls for effect in self._gate(call, True)]
+        return [effect for call in calls for effect in self._gate.answer(call, True)]
 
     def heir_lost(self, heir: Server) -> list[Effect]:
         """A new backup did not get its copy, or was lost before the view named it."""
@@ -417,7 +292,7 @@ class Replica:
         self.clock.load(dumped["clock"])
         self.is_primed = dumped["primed"]
         self._stash = dict(dumped["stash"])
-        self._safe_counts = dict(self.clock.status().counts)
+        self._gate.begin_with(self.clock.status().counts)
 
     # --- running records
 
@@ -429,7 +304,7 @@ class Replica:
             self._control = position + 1
         effects, answer = self._run(record)
         if call is not None:
-            effects += self._gate(call, answer, position + 1)
+            effects += self._gate.answer(call, answer, position + 1)
         return effects + self._carry_out(sent)
 
     def _carry_out(self, effects: list[replication.Effect]) -> list[Effect]:
@@ -539,12 +414,11 @@ class Replica:
         return done + self._due_reads()
 
     def _tell_taken(self, taken: Taken) -> list[Effect]:
-        count = taken.number + 1
-        self._uncounted.append((self._log.position, taken.trainer, count))
+        self._gate.count(taken.trainer, taken.number + 1)
         waiting = self._pushes.pop((taken.trainer, taken.number), [])
-        done: list[Effect] = self._count_safe()
+        done: list[Effect] = []
         for _, call in waiting:
-            done += self._gate(call, taken)
+            done += self._gate.answer(call, taken)
         return done
 
     def _tell_refused(self, refused: Refused) -> list[Effect]:
@@ -558,40 +432,15 @@ class Replica:
         done: list[Effect] = []
         for entry in waiting:
             if entry not in staying:
-                done += self._gate(entry[1], refused)
+                done += self._gate.answer(entry[1], refused)
         return done
 
     # --- answers
 
-    def _gate(self, call: Any, answer: Any, position: int | None = None) -> list[Effect]:
-        """Answers once everything until now, or before ``position``, is safe."""
-        if call is None:
-            return []
-        at = self._log.position if position is None else position
-        if self._log.durable >= at:
-            return [Respond(call, answer)]
-        self._gated.append((at, call, answer))
-        return []
-
     def _now_durable(self) -> list[Effect]:
         if self._lease.pending is not None:
             self._lease.durable(self._log.durable)
-        done: list[Effect] = self._count_safe()
-        while self._unsafe and self._unsafe[0][0] <= self._log.durable:
-            done.append(Inform(self._unsafe.popleft()[1]))
-        waiting, self._gated = self._gated, deque()
-        for position, call, answer in waiting:
-            if position <= self._log.durable:
-                done.append(Respond(call, answer))
-            else:
-                self._gated.append((position, call, answer))
-        return done + self._due_reads()
-
-    def _count_safe(self) -> list[Effect]:
-        while self._uncounted and self._uncounted[0][0] <= self._log.durable:
-            _, trainer, count = self._uncounted.popleft()
-            self._safe_counts[trainer] = max(count, self._safe_counts.get(trainer, 0))
-        return []
+        return self._gate.open() + self._due_reads()
 
     def _due_reads(self) -> list[Effect]:
         if not self.is_head or not self.is_primed or self._log.durable < self._control:
@@ -611,11 +460,11 @@ class Replica:
             return []
         done: list[Effect] = []
         for call in self._going.pop(change, []):
-            done += self._gate(call, self.clock.accounts_at_cut)
+            done += self._gate.answer(call, self.clock.accounts_at_cut)
         return done
 
     def _answer_opens(self) -> list[Effect]:
         if not self.clock.is_open or not self.is_primed:
             return []
         opens, self._opens = self._opens, []
-        return [effect for call in opens for effect in self._gate(call, True)]
+        return [effect for call in opens for effect in self._gate.answer(call, True)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
-from tensorwire.parameter_server.decisions.replica import Assign, Heard, Import
+from tensorwire.parameter_server.decisions.records import Assign, Heard, Import
 from tensorwire.parameter_server.decisions.views import Server
 from tensorwire.parameter_server.declarations.dense_spec import PieceData
 from tensorwire.parameter_server.declarations.wire import Packed

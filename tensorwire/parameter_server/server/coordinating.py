@@ -13,7 +13,7 @@ import rpc
 from tensorwire.parameter_server.decisions import orders, tasks, views
 from tensorwire.parameter_server.decisions.coordination import Coordinator
 from tensorwire.parameter_server.decisions.lives import Verdict
-from tensorwire.parameter_server.decisions.replica import NotHead
+from tensorwire.parameter_server.decisions.records import NotHead
 from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, latest_life

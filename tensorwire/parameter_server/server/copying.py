@@ -6,7 +6,7 @@ import itertools
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
-from tensorwire.parameter_server.decisions.replica import StartCopy
+from tensorwire.parameter_server.decisions.records import StartCopy
 from tensorwire.parameter_server.decisions.views import Server
 from tensorwire.parameter_server.messaging.messages import CopyPiece, Install
 from tensorwire.parameter_server.server.shard import ShardServer

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, Final
 from tensorwire.parameter_server.decisions import lives, orders, views
 from tensorwire.parameter_server.decisions.clock import Push, Reached
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
-from tensorwire.parameter_server.decisions.replica import (
+from tensorwire.parameter_server.decisions.records import (
     Effect,
     Heard,
     Import,
     Inform,
     NotHead,
-    Replica,
     Safe,
     StartCopy,
 )
+from tensorwire.parameter_server.decisions.replica import Replica
 from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.kernels import kernels

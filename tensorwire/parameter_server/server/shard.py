@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import rpc
 from tensorwire.parameter_server.decisions.clock import Apply, Refusal, Refused, Taken
-from tensorwire.parameter_server.decisions.replica import (
+from tensorwire.parameter_server.decisions.records import (
     Effect,
     NotHead,
     Read,
-    Replica,
     Respond,
     Run,
     StartCopy,
 )
+from tensorwire.parameter_server.decisions.replica import Replica
 from tensorwire.parameter_server.messaging.messages import (
     Accepted,
     Ask,

@@ -14,10 +14,11 @@ import pytest
 
 from tensorwire.parameter_server.decisions import (
     coordination,
+    gate,
     lives,
     quorum,
     reads,
-    replica,
+    records,
     replication,
     views,
 )
@@ -104,17 +105,14 @@ def _passes_cuts_before_its_rows_are_here(patch: pytest.MonkeyPatch) -> None:
 
 
 def _answers_before_it_is_safe(patch: pytest.MonkeyPatch) -> None:
-    def gate(self: Any, call: Any, answer: Any, position: Any = None) -> Any:
-        return [] if call is None else [replica.Respond(call, answer)]
+    def answer(self: Any, call: Any, answer: Any, position: Any = None) -> Any:
+        return [] if call is None else [records.Respond(call, answer)]
 
-    def count(self: Any) -> Any:
-        while self._uncounted:
-            _, trainer, number = self._uncounted.popleft()
-            self._safe_counts[trainer] = max(number, self._safe_counts.get(trainer, 0))
-        return []
+    def count(self: Any, trainer: int, count: int) -> None:
+        self._counts[trainer] = max(count, self._counts.get(trainer, 0))
 
-    patch.setattr(replica.Replica, "_gate", gate)
-    patch.setattr(replica.Replica, "_count_safe", count)
+    patch.setattr(gate.Gate, "answer", answer)
+    patch.setattr(gate.Gate, "count", count)
 
 
 def _forgets_records_of_a_copy(patch: pytest.MonkeyPatch) -> None:

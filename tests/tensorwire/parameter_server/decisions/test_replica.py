@@ -7,18 +7,18 @@ from tensorwire.parameter_server.decisions.consistency import BSP, Async
 from tensorwire.parameter_server.decisions.leases import LEASE, Renewal
 from tensorwire.parameter_server.decisions.orders import Copy, Prime
 from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
-from tensorwire.parameter_server.decisions.replica import (
+from tensorwire.parameter_server.decisions.records import (
     Assign,
     Counted,
     Effect,
     Import,
     NotHead,
     Read,
-    Replica,
     Respond,
     Run,
     Safe,
 )
+from tensorwire.parameter_server.decisions.replica import Replica
 from tensorwire.parameter_server.decisions.replication import Fenced, Forward
 from tensorwire.parameter_server.decisions.samples import Account, Batches, Deal
 from tensorwire.parameter_server.decisions.views import Server, Shard

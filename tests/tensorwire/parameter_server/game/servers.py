@@ -17,19 +17,19 @@ from tensorwire.parameter_server.decisions.clock import (
 from tensorwire.parameter_server.decisions.coordination import Coordinator
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
 from tensorwire.parameter_server.decisions.reads import Pull
-from tensorwire.parameter_server.decisions.replica import (
+from tensorwire.parameter_server.decisions.records import (
     Exported,
     Heard,
     Import,
     Inform,
     NotHead,
     Read,
-    Replica,
     Respond,
     Run,
     Safe,
     StartCopy,
 )
+from tensorwire.parameter_server.decisions.replica import Replica
 from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.tasks import (
     Alarm,

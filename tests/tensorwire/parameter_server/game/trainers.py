@@ -14,7 +14,7 @@ from tensorwire.parameter_server.decisions.clock import (
     Refused,
 )
 from tensorwire.parameter_server.decisions.reads import Pull
-from tensorwire.parameter_server.decisions.replica import Counted
+from tensorwire.parameter_server.decisions.records import Counted
 from tensorwire.parameter_server.decisions.samples import Account, Batches, gaps, size, united
 from tensorwire.parameter_server.decisions.tasks import (
     Reply,
