@@ -373,6 +373,14 @@ class Worker:
         """Has a thread in :meth:`wait` look at its ``done`` again."""
         self._shared.transport.wake()
 
+    def let_others_read(self) -> None:
+        """Has another thread read what arrives, while the handler that calls this goes on.
+
+        A transport may run a handler on the thread that reads, and notices only after some
+        milliseconds that it takes long. To be called where that is known beforehand.
+        """
+        self._shared.transport.wait(_always, _do_nothing)
+
     def run_soon(self, task: Callable[[], None]) -> None:
         """Runs ``task`` on a thread that it may block, maybe here and at once."""
         self._shared.completions.run_on_delivery(task)
@@ -393,6 +401,14 @@ class Worker:
         if not isinstance(transport, MapsDevices):
             return {}
         return transport.device_map(self._caller.find(to).id)
+
+
+def _always() -> bool:
+    return True
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def find_worker() -> Worker | None:

@@ -25,6 +25,8 @@ import numpy as np
 
 from benchmarks.member import die_with_parent
 
+NETWORK_DEVICE: Final = "tun0"
+"""The name of each network's interface."""
 ADDRESSES: Final = ("10.231.90.1", "10.231.90.2")
 _NEW_NET: Final = 0x40000000
 _TUNSETIFF: Final = 0x400454CA
@@ -93,11 +95,11 @@ def _network(address: str) -> tuple[int, int]:
     """
     _check(_libc().unshare(_NEW_NET))
     tunnel = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(tunnel, _TUNSETIFF, struct.pack("16sH", b"tun0", _TUN | _NO_HEADER))
+    fcntl.ioctl(tunnel, _TUNSETIFF, struct.pack("16sH", NETWORK_DEVICE.encode(), _TUN | _NO_HEADER))
     for words in (
         ["link", "set", "lo", "up"],
-        ["address", "add", f"{address}/24", "dev", "tun0"],
-        ["link", "set", "tun0", "mtu", str(_LARGEST), "txqueuelen", "5000", "up"],
+        ["address", "add", f"{address}/24", "dev", NETWORK_DEVICE],
+        ["link", "set", NETWORK_DEVICE, "mtu", str(_LARGEST), "txqueuelen", "5000", "up"],
     ):
         subprocess.run(["ip", *words], check=True)
     return os.open("/proc/self/ns/net", os.O_RDONLY), tunnel

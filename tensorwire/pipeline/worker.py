@@ -65,6 +65,10 @@ class Outbox:
         """Tells whoever watches the job that this worker went on by a step."""
         self._me.progress.count()
 
+    def let_letters_in(self) -> None:
+        """Has letters arrive at once while the running handler does its part of a step."""
+        self._me.let_others_read()
+
     def deliver(self, worker: str, address: Address, value: Any) -> None:
         """Brings a value to a worker; tensors for a device without a map go through the CPU.
 
@@ -149,6 +153,7 @@ class StageWorker:
             StepAbortedError: the step was called off.
             Exception: whatever a stage raised.
         """
+        self.outbox.let_letters_in()
         self.inbox.begin(order.step)
         run, began = _Run(self, order), time.perf_counter_ns()
         cut = None if order.cut is None else self.begin_cut(order.cut, order.kept)

@@ -16,6 +16,7 @@ from rpc.agent import Agent
 from rpc.errors import AgentClosedError, EncodeError, NotInitializedError, WorkerLostError
 from rpc.extend import Life
 from rpc.testing import as_worker, local_group
+from rpc.transports.tensorwire import TensorWireTransport, requests
 from tests.free_ports import free_port
 from tests.rpc.worker_processes import WorkerProcess, join, leave
 from tests.waiting import until
@@ -198,6 +199,33 @@ def test_what_cannot_be_posted_is_refused_before_anything_is_sent(
         pair[0].worker.post(*arguments)
 
 
+class Meeting:
+    """Of a handler that waits and a message that it waits for."""
+
+    def __init__(self) -> None:
+        self.begun, self.came = threading.Event(), threading.Event()
+
+
+def await_a_message() -> bool:
+    meeting = extend.worker_state(Meeting, Meeting)
+    extend.worker().let_others_read()
+    meeting.begun.set()
+    return meeting.came.wait(30.0)
+
+
+def test_a_handler_that_lets_others_read_may_wait_for_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requests, "TICK_SECONDS", 1e4)  # else its slowness is noticed anyway
+    with local_group("alice", "bob", transport=TensorWireTransport) as (alice, bob):
+        meeting = bob.worker.state(Meeting, Meeting)
+        bob.worker.subscribe("test", lambda *_: meeting.came.set())
+        waiting = alice.rpc_async("bob", await_a_message)
+        assert meeting.begun.wait(60.0)
+        alice.worker.post("bob", "test", b"")
+        assert waiting.wait()
+
+
 def test_a_channel_has_one_handler(pair: list[Agent]) -> None:
     pair[0].worker.subscribe("mine", print)
     with pytest.raises(ValueError, match="channel='mine' has a handler"):
@@ -258,8 +286,6 @@ def test_a_send_buffer_holds_what_was_written_wherever_it_lies(pair: list[Agent]
 @pytest.fixture
 def wired() -> Iterator[list[Agent]]:
     """Two workers that share memory."""
-    from rpc.transports.tensorwire import TensorWireTransport
-
     with local_group("alice", "bob", transport=TensorWireTransport) as agents:
         agents[0].rpc_sync("bob", total, (torch.ones(4 * LARGE),))
         yield agents

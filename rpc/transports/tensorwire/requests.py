@@ -39,7 +39,7 @@ from rpc.transports.tensorwire.wakeup import WakeUp
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
-_TICK_SECONDS = 0.004
+TICK_SECONDS = 0.004
 """Each tick takes the interpreter lock from a handler; at 1 ms the main job lost a tenth."""
 _QUIET_TICKS = 50
 _EVENTS = 64
@@ -366,7 +366,7 @@ class RequestSide:
             seen, quiet = 0, 0
             while quiet < _QUIET_TICKS and not self._closed:
                 try:  # noqa: SIM105 - it would be three functions of Python's each tick
-                    self._watch_gate.get(timeout=_TICK_SECONDS)
+                    self._watch_gate.get(timeout=TICK_SECONDS)
                 except Empty:
                     pass
                 current = self._delivering

@@ -13,6 +13,7 @@ from torch import nn
 import rpc
 from remote_module import RemoteModule
 from rpc.testing import MemoryHub
+from rpc.transports.tensorwire import TensorWireTransport, requests
 from tensorwire.pipeline import Pipeline, ScheduleError, StageFailedError, Table
 from tests.tensorwire.pipeline.reference import (
     Reference,
@@ -321,6 +322,16 @@ def test_a_scale_multiplies_the_gradients_and_not_the_loss() -> None:
         assert torch.equal(first, second)
         for one, five in zip(plain, gradients(pipe.stages[0]), strict=True):
             assert torch.allclose(5 * one, five)  # type: ignore[operator, arg-type]
+
+
+def test_letters_arrive_at_once_while_a_stage_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "TICK_SECONDS", 1e4)  # a transport notices a wait after a while
+    modules = [nn.Linear(3, 4), nn.Linear(4, 2)]
+    x, y = torch.rand(8, 3), torch.rand(8, 2)
+    with group("a", "b", transport=TensorWireTransport):
+        pipe = Pipeline(place(modules, ["a", "b"]), "1f1b", 4, nn.MSELoss())
+        assert pipe.train_step(x, target=y) > 0.0
+        pipe.close()
 
 
 def test_a_stream_yields_every_batch_in_order() -> None:
