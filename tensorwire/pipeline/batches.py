@@ -102,7 +102,7 @@ class Loop:
         batches = self._from(place, done)
         while True:
             here = self._here(done)
-            self._pipeline.places.now = here
+            self._pipeline.driver.places.now = here
             try:
                 batch = next(batches)
             except StopIteration:
@@ -114,7 +114,7 @@ class Loop:
 
     def _begin(self) -> Place | None:
         """The place that an earlier life of the driver, or a checkpoint, left."""
-        if (found := self._pipeline.places.take()) is not None:
+        if (found := self._pipeline.driver.places.take()) is not None:
             return _unpacked(found)
         if self._folder is None:
             return None
@@ -125,8 +125,8 @@ class Loop:
         saved = loaded[_PLACE]
         _logger.warning("training goes on from the checkpoint %s", latest.path)
         place = Place(saved["loop"], saved["done"], saved["loader"], saved["generator"], {}, {})
-        self._pipeline.places.put(pickle.dumps(place))
-        taken = self._pipeline.places.take()
+        self._pipeline.driver.places.put(pickle.dumps(place))
+        taken = self._pipeline.driver.places.take()
         assert taken is not None, "it was just put there"
         return _unpacked(taken)
 
@@ -155,7 +155,7 @@ class Loop:
         return itertools.islice(iter(self._loader), done, None)
 
     def _here(self, done: int) -> bytes:
-        if not self._pipeline.is_named:
+        if not self._pipeline.driver.is_named:
             return b""
         states = {name: each.state_dict() for name, each in self._state.items()}
         groups = {k: each.checkpoint_common() for k, each in self._pipeline.optimizers.items()}
@@ -178,7 +178,7 @@ class Loop:
             state = {**self._parts(), **self._state, _PLACE: place}
             checkpoint.save(path, state, self._keep, overwrite=True)
 
-        self._pipeline.perform(Kind.ASK, lambda _: save())
+        self._pipeline.driver.perform(Kind.ASK, lambda _: save())
 
     def _parts(self) -> dict[str, Any]:
         """The pipeline and its optimizers."""

@@ -72,8 +72,10 @@ class GradScaler:
         """
         if self._found_inf is not None:
             raise RuntimeError("unscale_() has already been called since the last update()")
-        unscale = partial(self._pipeline.call_all, remote.unscale_gradients, 1.0 / self._scale)
-        found = self._pipeline.perform(Kind.CHANGE, lambda _: unscale())
+        unscale = partial(
+            self._pipeline.driver.call_all, remote.unscale_gradients, 1.0 / self._scale
+        )
+        found = self._pipeline.driver.perform(Kind.CHANGE, lambda _: unscale())
         self._found_inf = any(found.values())
         return self._found_inf
 

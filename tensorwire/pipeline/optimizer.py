@@ -41,8 +41,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._cls = cls
         self._options = options
         self._rule = rule
-        self.key = pipeline.optimizer_key()
-        made = pipeline.perform(Kind.ASK, lambda _: self._make())
+        self.key = pipeline.driver.optimizer_key()
+        made = pipeline.driver.perform(Kind.ASK, lambda _: self._make())
         own: list[Options] = []
         groups: list[dict[str, Any]] = []
         for each in made.values():
@@ -68,25 +68,25 @@ class PipelineOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         groups = [copied(_plain(group)) for group in self.param_groups]
-        self._pipeline.perform(Kind.STEP, lambda _: self._step(groups))
+        self._pipeline.driver.perform(Kind.STEP, lambda _: self._step(groups))
         return result
 
     def _step(self, groups: list[Options]) -> None:
-        self._pipeline.call_each(
+        self._pipeline.driver.call_each(
             remote.step_optimizer,
             {worker: (self.key, self._changed(worker, groups)) for worker in self._places},
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all stages."""
-        clear = partial(self._pipeline.call_all, remote.zero_gradients, set_to_none)
-        self._pipeline.perform(Kind.CHANGE, lambda _: clear())
+        clear = partial(self._pipeline.driver.call_all, remote.zero_gradients, set_to_none)
+        self._pipeline.driver.perform(Kind.CHANGE, lambda _: clear())
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizers' state, by the parameters' names in the pipeline, gathered here."""
         state: dict[str, Any] = {}
-        read = partial(self._pipeline.call_all, remote.optimizer_state, self.key)
-        for found in self._pipeline.perform(Kind.ASK, lambda _: read()).values():
+        read = partial(self._pipeline.driver.call_all, remote.optimizer_state, self.key)
+        for found in self._pipeline.driver.perform(Kind.ASK, lambda _: read()).values():
             state.update(found)
         return {"state": state, "param_groups": [_plain(group) for group in self.param_groups]}
 
@@ -98,8 +98,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         self.take_groups(state_dict["param_groups"])
         state = copied(dict(state_dict["state"]))
-        load = partial(self._pipeline.call_all, remote.load_optimizer_state, self.key, state)
-        self._pipeline.perform(Kind.STEP, lambda _: load())
+        load = partial(self._pipeline.driver.call_all, remote.load_optimizer_state, self.key, state)
+        self._pipeline.driver.perform(Kind.STEP, lambda _: load())
 
     def checkpoint_shares(self) -> list[Share]:
         """The shares of the state each worker saves and loads; see ``tensorwire.checkpoint``."""
@@ -117,7 +117,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             ValueError: they are for another number of groups.
         """
         self.take_groups(common)
-        self._pipeline.note_loaded()
+        self._pipeline.driver.note_loaded()
 
     def take_groups(self, common: list[Options]) -> None:
         """Takes over hyperparameters that belong to what the stages have.
@@ -138,7 +138,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._take_places(self._make())
 
     def _make(self) -> dict[str, remote.Made]:
-        return self._pipeline.call_all(
+        return self._pipeline.driver.call_all(
             remote.make_optimizer, self.key, self._cls, self._options, self._rule
         )
 

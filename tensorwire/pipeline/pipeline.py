@@ -1,16 +1,13 @@
 """``Pipeline``: stages of a model on several workers, trained together.
 
-Owns what users call. Who takes part with which table is the business of ``formation``, how steps
-run that of ``steps`` here and of ``worker`` there, and what is done when workers are lost that of
-``backups``.
+Owns what users call. Operations over the workers are the business of ``driver``, who takes part
+with which table that of ``formation``, how steps run that of ``steps`` here and of ``worker``
+there, and what is done when workers are lost that of ``backups``.
 """
 
 from __future__ import annotations
 
-import pickle
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,29 +15,24 @@ import torch
 
 from remote_module import RemoteModule
 from tensorwire.checkpoint.spread import Share
-from tensorwire.pipeline import remote_optimizer, sessions
 from tensorwire.pipeline.actions import Table
 from tensorwire.pipeline.arrival import copied
-from tensorwire.pipeline.backups.carrying_out import Carrier
 from tensorwire.pipeline.backups.coordinator import Kind, Operation
-from tensorwire.pipeline.backups.driver_state import DriverPlaces, Kept
 from tensorwire.pipeline.backups.placing import (
-    moved,
-    rebalanced,
     require_backups,
 )
 from tensorwire.pipeline.balance import Balance
 from tensorwire.pipeline.batches import Loop, require_loop
-from tensorwire.pipeline.formation import Design, Formation, Stages, as_replicas, as_schedule
+from tensorwire.pipeline.driver import Driver
+from tensorwire.pipeline.formation import Design, Stages, as_replicas, as_schedule
 from tensorwire.pipeline.microbatches import merge, split
 from tensorwire.pipeline.optimizer import PipelineOptimizer
-from tensorwire.pipeline.parameters import gathered, norm_of, replaced
+from tensorwire.pipeline.parameters import gathered, replaced
 from tensorwire.pipeline.passes import Passes
 from tensorwire.pipeline.plan import Loss
 from tensorwire.pipeline.progress import progress
 from tensorwire.pipeline.reduction import BatchLoss, Reduction
 from tensorwire.pipeline.remote_optimizer import GroupRule
-from tensorwire.pipeline.returning import wait_for_workers
 from tensorwire.pipeline.schedules import Schedule
 from tensorwire.pipeline.shares import ModelShare
 from tensorwire.pipeline.sharing import Tie
@@ -89,6 +81,9 @@ class Pipeline:
             name is gone.
         wait_for_return: seconds to wait for a lost worker to come back under its name, before its
             stages go to another. They go back to it when it is there.
+
+    Attributes:
+        driver: runs operations on the workers; for the parts of a pipeline.
 
     Raises:
         PipelineError: another living driver has a pipeline of this name.
@@ -145,17 +140,9 @@ class Pipeline:
             settings_of(len(replicas), recompute, autocast, seed),
             tuple(prefixes or (f"{each}." for each in range(len(replicas)))),
         )
-        self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
-        self._made_optimizers = 0
-        self.places = DriverPlaces()
-        self.is_named = name is not None
-        self._carrier = Carrier(
-            self._design, self._renew, name, backups, spares, keep_for, wait_for_return
-        )
-        self._passes = Passes(self._carrier, self._design)
-        self._carrier.begin()
-        if self._carrier.resumed is not None:
-            self._take_over()
+        self.driver = Driver(self._design, name, backups, spares, keep_for, wait_for_return)
+        self._passes = Passes(self.driver.carrier, self._design)
+        self.driver.begin()
         if loss is not None:
             self.table(microbatches)
 
@@ -212,22 +199,22 @@ class Pipeline:
     @property
     def workers(self) -> list[str]:
         """The names of the workers, in the order of their stages."""
-        return list(self._formation.workers)
+        return list(self.driver.formation.workers)
 
     @property
     def session(self) -> str:
         """Names this pipeline among all, in this life of its workers."""
-        return self._formation.plan.session
+        return self.driver.formation.plan.session
 
     @property
     def steps(self) -> int:
         """The number of training steps done; with ``seed``, random numbers depend on it."""
-        return self._carrier.coordinator.trained
+        return self.driver.coordinator.trained
 
     @property
     def optimizers(self) -> dict[str, PipelineOptimizer]:
         """The optimizers of this pipeline that are in use, by their keys."""
-        return dict(sorted((each.key, each) for each in self._optimizers))
+        return self.driver.optimizers
 
     @property
     def most_held(self) -> dict[int, int]:
@@ -241,7 +228,7 @@ class Pipeline:
             ScheduleError: the schedule cannot serve as many.
         """
         count = microbatches or self._microbatches
-        rows = self.perform(Kind.ASK, lambda _: self._formation.rows(True, count))
+        rows = self.driver.perform(Kind.ASK, lambda _: self.driver.formation.rows(True, count))
         return Table.of(rows.values())
 
     def train_step(
@@ -269,8 +256,8 @@ class Pipeline:
             raise ValueError("loss=None: a pipeline trains only with a loss")
         self._passes.require_keywords(keywords)
         given = split(positional, keywords, target, self._microbatches)
-        self._carrier.go_home(self._kept())
-        return self._passes.train(given, self._loss, scale, self._kept())
+        self.driver.go_home()
+        return self._passes.train(given, self._loss, scale, self.driver.kept())
 
     def eval_step(self, *positional: Any, **keywords: Any) -> Any:
         """Runs forward passes in evaluation mode, without gradients.
@@ -386,7 +373,7 @@ class Pipeline:
                 scheduler.step()
         """
         require_loop(state or {}, folder, every, keep)
-        number = self.places.next_loop()
+        number = self.driver.places.next_loop()
         loop = Loop(self, number, loader, state or {}, folder, every, keep)
         if not bar:
             return loop.run()
@@ -415,14 +402,7 @@ class Pipeline:
                 pipe.recover()
                 checkpoint.load(checkpoint.latest("checkpoints"), state)
         """
-        lost = self._formation.lost()
-        wait_for_workers(lost, timeout)
-        for index, replicas in enumerate(self._design.stages):
-            for replica, owner in zip(replicas, self._formation.plan.owners[index], strict=True):
-                if owner in lost:
-                    replica.recreate()
-        self._form_again()
-        self._carrier.coordinator.note("the pipeline was made anew with recover()")
+        self.driver.recover(timeout)
 
     def replace(self, stage: int, module: RemoteModule, replica: int = 0) -> None:
         """Puts another module in the place of a stage, on the same worker or elsewhere.
@@ -430,7 +410,7 @@ class Pipeline:
         As after :meth:`recover`, optimizers have forgotten what they kept.
         """
         self._design.stages[stage][replica] = module
-        self._form_again()
+        self.driver.form_again()
 
     def optimizer(
         self,
@@ -456,13 +436,8 @@ class Pipeline:
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         """
         made = PipelineOptimizer(self, cls, options, groups or _no_options)
-        self._optimizers.add(made)
+        self.driver.add(made)
         return made
-
-    def optimizer_key(self) -> str:
-        """Names the next optimizer, the same in each life of the driver."""
-        self._made_optimizers += 1
-        return str(self._made_optimizers - 1)
 
     def move(self, stage: int, worker: str, replica: int = 0) -> None:
         """Puts a stage on another worker, state and all, between two steps.
@@ -484,8 +459,7 @@ class Pipeline:
 
             pipe.move(2, "worker:5")
         """
-        owners = moved(self._design, self._carrier.coordinator.owners, stage, worker, replica)
-        self._carrier.move(owners, owners, self._kept())
+        self.driver.move(stage, worker, replica)
 
     def rebalance(self, workers: Sequence[str] | None = None) -> list[str]:
         """Deals stages out to workers anew, such that the slowest worker is as fast as can be.
@@ -504,12 +478,7 @@ class Pipeline:
             StageFailedError: a worker was lost meanwhile, and there is no copy of its stage.
             ValueError: no such worker is in the group.
         """
-        coordinator = self._carrier.coordinator
-        owners = rebalanced(self._design, coordinator.homes, self._passes.seconds(), workers)
-        homes = owners if workers or not coordinator.missing else coordinator.homes
-        if owners != coordinator.owners:
-            self._carrier.move(owners, homes, self._kept())
-        return [replicas[0] for replicas in coordinator.owners]
+        return self.driver.rebalance(self._passes.seconds(), workers)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -527,13 +496,7 @@ class Pipeline:
         Raises:
             RuntimeError: the norm is infinite or no number, and ``error_if_nonfinite`` is set.
         """
-        norms_of = remote_optimizer.gradient_norms
-        found = self.perform(Kind.ASK, lambda _: self.call_all(norms_of, norm_type)).values()
-        total = norm_of(len(self._design.stages), found, norm_type, error_if_nonfinite)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        scale = partial(self.call_all, remote_optimizer.scale_gradients, float(factor))
-        self.perform(Kind.CHANGE, lambda _: scale())
-        return total
+        return self.driver.clip(max_norm, norm_type, error_if_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
         """All parameters and buffers by their names in the pipeline, gathered here.
@@ -541,7 +504,7 @@ class Pipeline:
         A stage's own names have its number before them: ``"1.norm.weight"``. To save a model
         without gathering it, use ``tensorwire.checkpoint``.
         """
-        state: dict[str, Any] = self.perform(Kind.ASK, lambda _: gathered(self._design))
+        state: dict[str, Any] = self.driver.perform(Kind.ASK, lambda _: gathered(self._design))
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -552,11 +515,13 @@ class Pipeline:
         """
         if self.backups:
             state_dict = copied(dict(state_dict))
-        self.perform(Kind.STEP, lambda _: replaced(self._design, state_dict))
+        self.driver.perform(Kind.STEP, lambda _: replaced(self._design, state_dict))
 
     def checkpoint_shares(self) -> list[Share]:
         """The shares of the model each worker saves and loads; see ``tensorwire.checkpoint``."""
-        return [Share(worker, ModelShare(self._formation.plan.session)) for worker in self.workers]
+        return [
+            Share(worker, ModelShare(self.driver.formation.plan.session)) for worker in self.workers
+        ]
 
     def checkpoint_common(self) -> dict[str, int]:
         """The state that no worker has: the number of steps."""
@@ -564,12 +529,8 @@ class Pipeline:
 
     def load_checkpoint_common(self, common: dict[str, int]) -> None:
         """Goes on counting steps from a checkpoint's number, on which random numbers depend."""
-        self._carrier.coordinator.trained = common["steps"]
-        self.note_loaded()
-
-    def note_loaded(self) -> None:
-        """A checkpoint was loaded, which backups do not have until the next step."""
-        self._carrier.coordinator.note("a checkpoint was loaded")
+        self.driver.coordinator.trained = common["steps"]
+        self.driver.note_loaded()
 
     def train(self, mode: bool = True) -> Self:
         """Puts all stages into training mode, or with ``mode=False`` into evaluation mode."""
@@ -578,7 +539,7 @@ class Pipeline:
             for module in self._design.modules():
                 module.train(mode)
 
-        self.perform(Kind.CHANGE, put)
+        self.driver.perform(Kind.CHANGE, put)
         return self
 
     def eval(self) -> Self:
@@ -588,60 +549,17 @@ class Pipeline:
     @property
     def backups(self) -> int:
         """The number of copies of each stage in other workers' memory."""
-        return self._carrier.backups
-
-    def perform(self, kind: Kind, work: Callable[[Operation], Any]) -> Any:
-        """Does an operation with the stages; with backups, whoever is lost meanwhile.
-
-        Args:
-            kind: what a failed one leaves behind.
-            work: does it, and may be called again.
-        """
-        return self._carrier.perform(kind, work, self._kept() if kind is Kind.TRAIN else None)
-
-    def call_all(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-        """Calls ``function(session, *arguments)`` on every worker; returns what each returns."""
-        return self._formation.call_all(function, *arguments)
-
-    def call_each(
-        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]
-    ) -> dict[str, Any]:
-        """Calls ``function(session, *arguments[worker])`` on these workers, at the same time."""
-        return self._formation.call_each(function, arguments)
+        return self.driver.carrier.backups
 
     def close(self) -> None:
         """Has the workers forget the pipeline and its backups; the stages' modules stay."""
-        self._carrier.close()
+        self.driver.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _form_again(self) -> None:
-        """Begins a session with the workers that are there now, and optimizers made anew."""
-        self._formation.leave()
-        self._carrier.form()
-
-    @property
-    def _formation(self) -> Formation:
-        return self._carrier.formation
-
-    def _renew(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.renew()
-
-    def _kept(self) -> bytes:
-        """The driver's own state, which is backed up with stage 0."""
-        return pickle.dumps(Kept(self.steps, self.places.now))
-
-    def _take_over(self) -> None:
-        """Goes on where an earlier life of the driver was."""
-        (found,) = self.call_each(sessions.kept, {self._formation.plan.owners[0][0]: ()}).values()
-        kept: Kept = pickle.loads(found)
-        self._carrier.coordinator.trained = kept.steps
-        self.places.go_on_at(kept.place)
 
 
 def _no_options(name: str, parameter: torch.nn.Parameter) -> dict[str, Any]:

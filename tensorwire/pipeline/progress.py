@@ -54,7 +54,7 @@ def progress(
 def _describe(pipeline: Pipeline, rate: float, unit: str) -> str:
     trace = pipeline.trace()
     idle = f", idle {trace.bubble:.0%}" if trace is not None else ""
-    memory = pipeline.perform(Kind.ASK, lambda _: pipeline.call_all(sessions.memory))
+    memory = pipeline.driver.perform(Kind.ASK, lambda _: pipeline.driver.call_all(sessions.memory))
     megabytes = " ".join(str(each >> 20) for each in memory.values())
     return f"{rate:,.0f} {unit}/s{idle}, MB {megabytes}"
 
