@@ -16,14 +16,16 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
+from rpc.group.etcd_watch import EtcdWatch
 from rpc.group.own_store import OwnStore
+from rpc.group.store_watch import StoreWatch
 from rpc.group.tcp_store import StoreLostError
 
 SCHEME: Final = "etcd"
@@ -237,6 +239,10 @@ class EtcdStoreClient(OwnStore):
                 raise TimeoutError(f"{list(keys)} were not there within {seconds:g} s")
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def watch(self, keys: Sequence[str], told: Callable[[], None]) -> StoreWatch:
+        """See :meth:`rpc.group.own_store.OwnStore.watch`; a connection of its own for each."""
+        return EtcdWatch(self._place, [f"{self.prefix}/{key}" for key in keys], told)
 
     def close(self) -> None:
         """Hangs up; the next request connects again."""

@@ -6,11 +6,12 @@ Owns how they lie in the group's store: apart from ``rpc``'s own keys and from e
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rpc.errors import AgentClosedError, BringUpError, RpcError
 from rpc.group.signed_store import SignedStore
+from rpc.group.store_watch import StoreWatch
 from rpc.runtime.executor import blocking
 from rpc.runtime.store_visits import ProcessEndsError, visit
 
@@ -82,6 +83,14 @@ class KeyValueStore:
         Counters and values do not meet: both may have the same key.
         """
         return _ask(key, lambda: self._counts.add(key, amount))
+
+    def counts(self, keys: Sequence[str]) -> list[int]:
+        """What several counters are, in one request."""
+        return _ask(str(list(keys)), lambda: self._counts.counts(keys))
+
+    def watch(self, *keys: str) -> StoreWatch:
+        """A watch that says when values under these keys may have changed; the caller closes it."""
+        return self._values.watch(keys, lambda: None)
 
     def delete(self, key: str) -> None:
         """Deletes the value and the counter under ``key``, if there are any."""

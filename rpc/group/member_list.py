@@ -19,7 +19,7 @@ import enum
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +29,7 @@ from rpc.errors import BringUpError
 from rpc.group.key_values import KeyValueStore
 from rpc.group.records import DYNAMIC, PREFIX, Record, disagreements, set_mode
 from rpc.group.signed_store import SignedStore
+from rpc.group.store_watch import StoreWatch
 from rpc.worker_info import WorkerInfo
 
 _NOBODY: Final = b"!"
@@ -196,6 +197,10 @@ class MemberTable:
     def changes(self) -> bytes | None:
         """A value that is another one after each change; None if it cannot be believed."""
         return self._store.get("changes")
+
+    def watch_changes(self, told: Callable[[], None]) -> StoreWatch:
+        """Calls ``told`` after changes, if the store can tell; the caller closes the watch."""
+        return self._store.watch(["changes"], told)
 
     def _changed(self) -> None:
         self._store.set("changes", os.urandom(8).hex().encode())
@@ -390,6 +395,10 @@ class MemberList:
         """The member with this name or id; None if there is none now."""
         record = self._table.lookup(who)
         return None if record is None else _member(record)
+
+    def watch_changes(self) -> StoreWatch:
+        """A watch that says when the list may have changed; the caller closes it."""
+        return self._table.watch_changes(lambda: None)
 
     def strike_off(self, member: Member, reason: str) -> bool:
         """Ends the membership of a worker whose process has ended.

@@ -34,6 +34,7 @@ from rpc.errors import (
 from rpc.group.job_roles import JobRoles
 from rpc.group.member_list import Departure, End, MemberTable
 from rpc.group.records import Record
+from rpc.group.store_watch import SECONDS_BETWEEN_READS, StoreWatch
 from rpc.ids import Life
 from rpc.runtime.clock import Alarm
 from rpc.runtime.executor import blocking
@@ -46,6 +47,8 @@ _logger = logging.getLogger("rpc")
 
 LOOK_SECONDS: Final = 0.2
 _PRESSING_LOOK_SECONDS: Final = 0.05
+_SECONDS_BETWEEN_LOGS: Final = 1.0
+"""Where the store tells of changes, a thread with waits wakes this often to log the long ones."""
 _FULL_LOOK_SECONDS, _FULL_LOOK_SECONDS_PER_MEMBER = 5.0, 0.1
 """Then everything is read again: a stranger may have put an old value of ``changes`` back."""
 _LEAVE_SECONDS: Final = 2.0
@@ -108,6 +111,7 @@ class Membership:
         self._looked = threading.Condition()
         self._closed = False
         self._alarm = Alarm()
+        self._watch = StoreWatch()
         self._stopping = False
         self._thread = Thread(target=self._run, name=f"rpc-{me.name}-membership", daemon=True)
 
@@ -259,13 +263,14 @@ class Membership:
 
     def _run(self) -> None:
         try:
+            self._watch = self._table.watch_changes(self._alarm.set)
             while not self._stopping:
                 self._begun += 1
                 with visit():
                     self._remove_lost()
                     self._look()
                 self._finish_look()
-                self._alarm.wait(_PRESSING_LOOK_SECONDS if self._waits else LOOK_SECONDS)
+                self._alarm.wait(self._pause())
             with visit():
                 self._remove_lost()
                 self._table.leave(self._me)
@@ -276,7 +281,14 @@ class Membership:
         except Exception:
             _logger.exception("nobody can join the group any more; this is a bug in TensorWire")
         finally:
+            self._watch.close()
             self._close()
+
+    def _pause(self) -> float:
+        """The longest time until the next look."""
+        if self._watch.stands:
+            return _SECONDS_BETWEEN_LOGS if self._waits else SECONDS_BETWEEN_READS
+        return _PRESSING_LOOK_SECONDS if self._waits else LOOK_SECONDS
 
     def _close(self) -> None:
         with self._looked:

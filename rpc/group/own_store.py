@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import Store
+
+from rpc.group.store_watch import StoreWatch
 
 
 class OwnStore(Store):
@@ -40,3 +42,15 @@ class OwnStore(Store):
         They are not one step.
         """
         raise NotImplementedError
+
+    def watch(self, keys: Sequence[str], told: Callable[[], None]) -> StoreWatch:
+        """Calls ``told`` whenever keys may have changed, if this store can tell.
+
+        Args:
+            keys: their names.
+            told: must neither block nor raise.
+
+        Returns:
+            The watch, which the caller closes.
+        """
+        return StoreWatch()

@@ -25,7 +25,7 @@ import hmac
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -43,6 +43,7 @@ from rpc.group.store_values import (
     VERSION,
     to_be_signed,
 )
+from rpc.group.store_watch import StoreWatch
 
 _logger = logging.getLogger("rpc")
 
@@ -171,6 +172,12 @@ class SignedStore:
         if isinstance(self._store, OwnStore):
             self._store.until = until
 
+    def watch(self, keys: Sequence[str], told: Callable[[], None]) -> StoreWatch:
+        """See :meth:`rpc.group.own_store.OwnStore.watch`."""
+        if not isinstance(self._store, OwnStore):
+            return StoreWatch()
+        return self._store.watch([self._name(key) for key in keys], told)
+
     def get(self, key: str) -> bytes | None:
         """The newest value under a key that was ever seen here; None if there is none."""
         return self.get_all([key])[0]
@@ -219,13 +226,21 @@ class SignedStore:
 
     def add(self, key: str, amount: int = 1) -> int:
         """Adds to a counter, which begins at 0; returns what it is then."""
+        if not amount:
+            return self.counts([key])[0]
+        before = self._memory.newest(self._name(key)).value
         while True:
-            before = self.get(key)
-            count = (0 if before is None else int(before.split()[0])) + amount
+            count = _count_in(before) + amount
             # The random part tells our own change from an equal one of somebody else.
             wanted = b"%d %s" % (count, os.urandom(8).hex().encode())
-            if self.compare_and_set(key, before, wanted) == wanted:
+            found = self.compare_and_set(key, before, wanted)
+            if found == wanted:
                 return count
+            before = found
+
+    def counts(self, keys: Sequence[str]) -> list[int]:
+        """What several counters are."""
+        return [_count_in(value) for value in self.get_all(keys)]
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Waits until there are values under all keys, which need not be to be believed.
@@ -354,6 +369,10 @@ def _count_try(key: str, tries: int, is_progress: bool) -> int:
         f"the group's store holds under {key!r} what was written without the group's key, "
         "however often it is replaced: somebody else writes to it"
     )
+
+
+def _count_in(value: bytes | None) -> int:
+    return 0 if value is None else int(value.split()[0])
 
 
 def signing_key(group_key: bytes) -> bytes:

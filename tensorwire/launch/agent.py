@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -159,7 +159,10 @@ class RoleAgent(SimpleElasticAgent):
         self.failure: Failure | None = None
         self.is_dismissed = False
         self._stores: dict[str, StoreServer] = {}
-        self._looked = 0.0
+        self._watches = contextlib.ExitStack()
+        self._looked = self._heard = 0.0
+        self._silent_numbers: Set[int] = frozenset()
+        self._asked_about: list[tuple[str, int]] = []
         self._declared: list[str] = []
         self._has_left = True
         self._watching = watching
@@ -215,7 +218,9 @@ class RoleAgent(SimpleElasticAgent):
         self._job_values = values
         author = f"rpcrun on {self._node.host}"
         self._members = GroupMembers(store, self._group_key, author)
+        self._watches.callback(self._members.close)
         self._plans = PlanStore(values, self._min_nodes)
+        self._watches.callback(self._plans.close)
         self._supervisor = Supervisor(
             self._node, self._roles, self._grace, patience, self._program_digest, self._exits
         )
@@ -330,16 +335,20 @@ class RoleAgent(SimpleElasticAgent):
         handler = self._handler
         if not isinstance(handler, TensorWireRendezvous):
             return []
-        numbers = [node.number for node in plan.nodes if node.id != self._node.id]
-        silent = self._silence.hear(time.monotonic(), handler.beats(numbers))
-        return [node.id for node in plan.nodes if node.number in silent]
+        now = time.monotonic()
+        if now - self._heard >= handler.beat_seconds / 2:
+            self._heard = now
+            numbers = [node.number for node in plan.nodes if node.id != self._node.id]
+            self._silent_numbers = self._silence.hear(now, handler.beats(numbers))
+        return [node.id for node in plan.nodes if node.number in self._silent_numbers]
 
     def _lost(self) -> list[str]:
         """Names of this agent's workers that their group declared lost, as of the last look."""
         now = time.monotonic()
-        if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
-            self._looked = now
-            processes = [(each.seat.name, each.id) for each in self._local.running.values()]
+        processes = [(each.seat.name, each.id) for each in self._local.running.values()]
+        is_due = now - self._looked >= _SECONDS_BETWEEN_LOOKS and self._members.may_have_changed()
+        if is_due or processes != self._asked_about:
+            self._looked, self._asked_about = now, processes
             self._declared = list(self._members.lost(processes))
         return self._declared
 
@@ -426,6 +435,7 @@ class RoleAgent(SimpleElasticAgent):
     def _let_go(self) -> None:
         self._progress.close()
         self._local.close()
+        self._watches.close()
         self._stores.clear()
 
     def delete_temporary_logs(self) -> None:

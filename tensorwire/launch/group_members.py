@@ -46,6 +46,7 @@ class GroupMembers:
     def __init__(self, store: Store, group_key: bytes, author: str) -> None:
         self._list = MemberList(store, group_key, author)
         self._lives = self._list.key_values("rpcrun")
+        self._watch = self._list.watch_changes()
         self._host = socket.gethostname()
         self._joined: dict[str, Member] = {}
         """This agent's workers that were seen as members, by name."""
@@ -89,6 +90,14 @@ class GroupMembers:
             note_life(self._lives, name, life)
         for member in self.find([name]):
             self.strike_off(member, "its agent is gone, and another one took its seat over")
+
+    def may_have_changed(self) -> bool:
+        """True if the list may be another one than when this last said so."""
+        return self._watch.may_have_changed()
+
+    def close(self) -> None:
+        """Hears of no more changes."""
+        self._watch.close()
 
     def lost(self, processes: Iterable[tuple[str, int]]) -> Iterator[str]:
         """The names of those that joined, live on, and were declared lost.

@@ -41,9 +41,12 @@ class PlanStore:
         self._plan = Plan(min_nodes)
         self._data = self._plan.encode().encode()
         self._take(values.compare_and_set("plan", None, self._data))
+        self._watch = values.watch("plan", "changes")
 
     def read(self) -> Plan:
         """The plan as it is."""
+        if not self._watch.may_have_changed():
+            return self._plan
         changes = self._values.get("changes")
         # Whoever replaced it last may have died before it could say so.
         if changes != self._changes or time.monotonic() - self._read_at > _SECONDS_BETWEEN_READS:
@@ -69,6 +72,10 @@ class PlanStore:
                 self._values.set("changes", self._changes)
                 break
         return self._plan
+
+    def close(self) -> None:
+        """Hears of no more changes."""
+        self._watch.close()
 
     def _take(self, data: bytes | None) -> None:
         if data is None or data == self._data:

@@ -282,7 +282,9 @@ class TensorWireRendezvous(RendezvousHandler):
 
     def beats(self, nodes: Iterable[int]) -> Mapping[int, int]:
         """Signs of life so far, by node."""
-        return {node: self._values.add(f"beat/{node}", 0) for node in nodes}
+        numbers = list(nodes)
+        counts = self._values.counts([f"beat/{node}" for node in numbers]) if numbers else []
+        return dict(zip(numbers, counts, strict=True))
 
     # --- Torch's interface
 
@@ -426,7 +428,7 @@ class TensorWireRendezvous(RendezvousHandler):
 
     def _here(self) -> list[int]:
         """The nodes that came and have not said that they are gone."""
-        came = range(self._values.add("nodes", 0))
+        came = range(self._values.counts(["nodes"])[0])
         return [node for node in came if self._values.get(f"gone/{node}") is None]
 
     def shutdown(self) -> bool:

@@ -12,8 +12,9 @@ import rpc
 from rpc.group.etcd_store import EtcdLostError, EtcdPlace, EtcdStoreClient, members_of
 from rpc.group.opening import open_store
 from rpc.group.signed_store import SignedStore
-from tests.etcd import ETCD, EtcdCluster, etcd_cluster
+from tests.etcd import ETCD, SECONDS, EtcdCluster, etcd_cluster
 from tests.free_ports import free_port
+from tests.waiting import until
 
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="needs etcd (Debian's etcd-server)")
 
@@ -77,9 +78,17 @@ def test_a_group_uses_etcd_as_any_store_and_a_killed_member_changes_nothing(
     threads = [threading.Thread(target=count) for _ in range(2)]
     for thread in threads:
         thread.start()
-    cluster.kill(0)  # the one that is asked first
+    news = threading.Event()
+    watch = other.watch(["watched"], news.set)
+    until(lambda: watch.stands, SECONDS)
+    cluster.kill(0)  # the one that is asked first, and tells of changes
     for thread in threads:
         thread.join()
+    until(lambda: watch.stands, SECONDS)
+    news.clear()
+    store.set("watched", "x")
+    assert news.wait(SECONDS)
+    watch.close()
     assert store.add("count", 0) >= 40  # an answer that was lost is asked for again
 
     signed, stranger = (SignedStore(_client(cluster), key, "p") for key in (b"key", b"another"))
