@@ -19,7 +19,8 @@ in a dynamic group and strikes off who died, :func:`read_group_key` and
 process that strangers cannot fill, of which :class:`StoreClient` is a client and
 :func:`key_values` the signed values, and :func:`host_addresses` says at which addresses others
 reach this host. :func:`restore_torch_names` is for one in which ``torch.distributed.rpc`` stands
-for another module. :class:`WaitLog` has a wait say what it waits for.
+for another module. :class:`WaitLog` has a wait say what it waits for. :class:`Certificates` and
+:class:`UnauthenticatedConnections` are for a port that has a protocol of its own.
 
 Each function works on the current worker: the one whose handler or callback runs, or
 else the process's. A thread that belongs to no worker takes a :class:`Worker` with it,
@@ -84,6 +85,8 @@ from rpc.runtime.wait_log import WaitLog
 from rpc.transports.base import FrameKind, LendsMemory, MapsDevices
 from rpc.transports.host.helpers import Helpers
 from rpc.transports.tensorpipe.torch_names import restore_torch_names
+from rpc.transports.tensorwire.tls import Certificates
+from rpc.transports.tensorwire.unauthenticated import UnauthenticatedConnections
 from rpc.wire.callables import require_arguments
 from rpc.wire.remote_errors import retell
 from rpc.wire.torch_objects import import_remedy
@@ -97,6 +100,7 @@ __all__ = [
     "Answer",
     "CallExtension",
     "CallObserver",
+    "Certificates",
     "Destination",
     "EtcdPlace",
     "EtcdStoreClient",
@@ -119,6 +123,7 @@ __all__ = [
     "Slot",
     "StoreClient",
     "StoreServer",
+    "UnauthenticatedConnections",
     "WaitLog",
     "Worker",
     "address_on_the_way_to",

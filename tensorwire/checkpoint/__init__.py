@@ -13,17 +13,24 @@ from tensorwire.checkpoint.errors import (
     DamagedCheckpointError,
     MismatchError,
     NoCheckpointError,
+    NoPublisherError,
     NotSavedError,
     UnsafeCheckpointError,
     UnsavableValueError,
+    WrongKeyError,
 )
 from tensorwire.checkpoint.files import Checkpoint, Draft, PartWriter, complete, latest, retain
 from tensorwire.checkpoint.loading import Stateful
+from tensorwire.checkpoint.remote.keys import reader_key
+from tensorwire.checkpoint.remote.objects import ChainCopier
+from tensorwire.checkpoint.remote.server import ChainServer
 from tensorwire.checkpoint.saving import Saving, load, save, save_in_background
 from tensorwire.checkpoint.weights import Following, Publishing, State, follow, publish
 
 __all__ = [
     "Chain",
+    "ChainCopier",
+    "ChainServer",
     "ChainWriter",
     "Checkpoint",
     "CheckpointError",
@@ -33,6 +40,7 @@ __all__ = [
     "Kind",
     "MismatchError",
     "NoCheckpointError",
+    "NoPublisherError",
     "NotSavedError",
     "PartWriter",
     "Publishing",
@@ -43,11 +51,13 @@ __all__ = [
     "UnsavableValueError",
     "Version",
     "VersionFile",
+    "WrongKeyError",
     "complete",
     "follow",
     "latest",
     "load",
     "publish",
+    "reader_key",
     "retain",
     "save",
     "save_in_background",

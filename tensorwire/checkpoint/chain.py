@@ -43,6 +43,7 @@ _FILE: Final = re.compile(r"[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,239}")
 _CHAIN: Final = re.compile(r"[0-9a-f]{32}")
 _FOLDER: Final = re.compile(r"([0-9]{10,18})\.(base|delta)")
 _CHUNK: Final = 1 << 20
+_Stamp = tuple[int, int] | None
 
 
 class Kind(enum.Enum):
@@ -75,6 +76,21 @@ class VersionFile:
         """
         with bounded.opened(Path(path)) as (descriptor, size):
             return cls(size, _checksum(descriptor, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A version as somebody names it who has applied it.
+
+    Args:
+        number: its number.
+        chain: that it is of.
+        checksum: of its ``version.json``.
+    """
+
+    number: int
+    chain: str
+    checksum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +156,12 @@ class Version:
         for name in self.files:
             self.path(name)
 
-    def follows(self, other: Version) -> bool:
+    @property
+    def place(self) -> Place:
+        """What names it among all versions."""
+        return Place(self.number, self.chain, self.checksum)
+
+    def follows(self, other: Version | Place) -> bool:
         """Says whether ``other`` is the version before, exactly as it was then."""
         return (
             self.chain == other.chain
@@ -162,6 +183,7 @@ class Chain:
         self._versions = versions
         self._errors = errors
         self._by_number = {each.number: each for each in versions}
+        self._stamps: Mapping[int, _Stamp] = {}
 
     @classmethod
     def open(cls, folder: str | Path) -> Chain:
@@ -174,7 +196,7 @@ class Chain:
             CheckpointError: the folder cannot be read.
             NoCheckpointError: there is no such folder.
         """
-        return cls._read(Path(folder).absolute(), {})
+        return cls._read(Path(folder).absolute(), {}, {})
 
     def again(self) -> Chain:
         """Reads the folder again, and of versions only those that are new since.
@@ -183,16 +205,19 @@ class Chain:
             CheckpointError: the folder cannot be read.
             NoCheckpointError: it is gone.
         """
-        return self._read(self.folder, self._by_number)
+        return self._read(self.folder, self._by_number, self._stamps)
 
     @classmethod
-    def _read(cls, folder: Path, known: Mapping[int, Version]) -> Chain:
+    def _read(
+        cls, folder: Path, known: Mapping[int, Version], stamps: Mapping[int, _Stamp]
+    ) -> Chain:
         versions: list[Version] = []
         errors: dict[int, CheckpointError] = {}
+        now: dict[int, _Stamp] = {}
         for number, path in version_folders(folder):
             try:
-                version = known.get(number)
-                if version is None or version.folder != path:
+                version, now[number] = known.get(number), _stamp(path / ABOUT)
+                if version is None or version.folder != path or now[number] != stamps[number]:
                     version = read_version(path)
                 if number in errors or (versions and versions[-1].number == number):
                     raise DamagedCheckpointError(f"{folder} has two versions {number}")
@@ -201,7 +226,9 @@ class Chain:
                 if path.exists():  # not removed a moment ago
                     errors[number] = error
         versions = [each for each in versions if each.number not in errors]
-        return cls(folder, tuple(versions), errors)
+        made = cls(folder, tuple(versions), errors)
+        made._stamps = now
+        return made
 
     def versions(self) -> tuple[Version, ...]:
         """Those whose ``version.json`` is whole, the oldest first."""
@@ -230,6 +257,26 @@ class Chain:
             DamagedCheckpointError: a version on the way is missing or damaged.
             MismatchError: a version on the way, or ``after``, is of another chain.
         """
+        way = self.way(None if after is None else after.place, to)
+        for version in way:
+            for name, each in version.files.items():
+                require_size(version.folder / name, each.bytes)
+        return way
+
+    def way(self, after: Place | None = None, to: Version | None = None) -> tuple[Version, ...]:
+        """As :meth:`route`, but looks at no files of versions.
+
+        Args:
+            after: names what one has; None for nothing.
+            to: where to get; default the newest version.
+
+        Returns:
+            The versions to apply, in order.
+
+        Raises:
+            DamagedCheckpointError: a version on the way is missing.
+            MismatchError: a version on the way, or ``after``, is of another chain.
+        """
         target = to or self._newest()
         if target is None or (after is not None and after.checksum == target.checksum):
             return ()
@@ -238,9 +285,6 @@ class Chain:
         way = [target]
         while way[0].kind is Kind.DELTA and not (after is not None and way[0].follows(after)):
             way.insert(0, self._before(way[0]))
-        for version in way:
-            for name, each in version.files.items():
-                require_size(version.folder / name, each.bytes)
         return tuple(way)
 
     def _newest(self) -> Version | None:
@@ -250,7 +294,7 @@ class Chain:
             raise self._errors[newest_error]
         return latest
 
-    def _require_same(self, after: Version, target: Version) -> None:
+    def _require_same(self, after: Place, target: Version) -> None:
         if after.chain != target.chain:
             raise MismatchError(
                 f"{self.folder} holds another chain ({target.chain}) than the one that version "
@@ -282,6 +326,15 @@ class Chain:
         return found
 
 
+def _stamp(path: Path) -> _Stamp:
+    """Tells a file from another one that was put in its place."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def version_folders(folder: Path) -> list[tuple[int, Path]]:
     """The folders of versions with their numbers, in order; drafts and others are left out.
 
@@ -295,8 +348,14 @@ def version_folders(folder: Path) -> list[tuple[int, Path]]:
         raise NoCheckpointError(f"there is no folder {str(folder)!r}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{str(folder)!r} cannot be read: {error}") from None
-    found = [(name, _FOLDER.fullmatch(name)) for name in names if DRAFT not in name]
-    return sorted((int(match[1]), folder / name) for name, match in found if match)
+    found = [(parsed_folder_name(name), folder / name) for name in names]
+    return sorted((number, path) for number, path in found if number is not None)
+
+
+def parsed_folder_name(name: str) -> int | None:
+    """The number of the version whose folder has this name; None if it is no version's."""
+    match = _FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def folder_name(number: int, kind: Kind) -> str:

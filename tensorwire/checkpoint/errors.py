@@ -7,7 +7,9 @@ RuntimeError
     │   └── MismatchError        it is of something else than what is to take it over
     │       └── NotSavedError    it holds nothing of that name (also a KeyError)
     ├── UnsafeCheckpointError    a pickle: reading it could run code
-    └── UnsavableValueError      a value that a checkpoint cannot hold (also a TypeError)
+    ├── UnsavableValueError      a value that a checkpoint cannot hold (also a TypeError)
+    ├── NoPublisherError         no publisher of versions answers there (also a ConnectionError)
+    └── WrongKeyError            reader and publisher have different keys (also a PermissionError)
 
 Reading raises these alone. Saving where something is raises ``FileExistsError``.
 """
@@ -44,3 +46,11 @@ class UnsafeCheckpointError(CheckpointError):
 
 class UnsavableValueError(CheckpointError, TypeError):
     """A value is neither a tensor nor plain data, so no checkpoint holds it."""
+
+
+class NoPublisherError(CheckpointError, ConnectionError):
+    """No publisher of versions answers at that address."""
+
+
+class WrongKeyError(CheckpointError, PermissionError):
+    """The reader and the publisher of versions do not have the same reader key."""

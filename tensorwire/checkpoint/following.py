@@ -12,14 +12,14 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
 from tensorwire.checkpoint.chain import Chain, Version
-from tensorwire.checkpoint.errors import CheckpointError, NoCheckpointError
+from tensorwire.checkpoint.errors import CheckpointError, NoCheckpointError, NoPublisherError
 
 T = TypeVar("T")
 
@@ -31,8 +31,14 @@ _PATIENCE: Final = 10.0
 class Source(Protocol):
     """A place that versions come from."""
 
-    def route(self, after: Version | None) -> tuple[Version, ...]:
-        """The versions to apply after one, or from nothing; see :meth:`Chain.route`."""
+    def route(self, after: Version | None) -> Iterable[Version]:
+        """The versions to apply after one, or from nothing; see :meth:`Chain.route`.
+
+        A version is asked for when those before it have been applied.
+        """
+
+    def interrupt(self) -> None:
+        """Has :meth:`route` end soon, from any thread; it is not called again."""
 
     def close(self) -> None:
         """Lets go of what it holds."""
@@ -56,6 +62,9 @@ class Folder:
         """See :class:`Source`."""
         self._chain = Chain.open(self._path) if self._chain is None else self._chain.again()
         return self._chain.route(after)
+
+    def interrupt(self) -> None:
+        """Waits for nothing anyway."""
 
     def close(self) -> None:
         """Holds nothing."""
@@ -124,7 +133,8 @@ class Follower(Generic[T]):
         while not self._first():
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"{self._source} has no version after {timeout} seconds")
+                reason = f": {self._error}" if self._error else ""
+                raise TimeoutError(f"{self._source} has no version after {timeout} seconds{reason}")
             self._closing.wait(min(left, 0.05))
         self._thread.start()
 
@@ -133,6 +143,10 @@ class Follower(Generic[T]):
             self._follow_on()
         except NoCheckpointError:
             return False
+        except NoPublisherError as error:
+            self._error = error  # it may not have begun
+            return False
+        self._error = None
         return self._held is not None
 
     def look(self) -> None:
@@ -244,9 +258,41 @@ class Follower(Generic[T]):
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
+        self._source.interrupt()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._source.close()
+
+
+def begun(
+    source: Source,
+    take: Callable[[Held[T] | None, Version], T],
+    interval: float,
+    max_pinned: int,
+    timeout: float,
+) -> Follower[T]:
+    """A follower that has the newest version.
+
+    Args:
+        source: see :class:`Follower`; closed if this fails.
+        take: see :class:`Follower`.
+        interval: see :class:`Follower`.
+        max_pinned: see :class:`Follower`.
+        timeout: seconds in which there must be a first version.
+
+    Raises:
+        CheckpointError: a version is damaged or missing.
+        TimeoutError: there is no version after ``timeout`` seconds.
+        ValueError: an argument is out of range.
+    """
+    try:
+        follower = Follower(source, take, interval, max_pinned)
+        follower.start(timeout)
+    except BaseException:
+        source.interrupt()
+        source.close()
+        raise
+    return follower
 
 
 def _follow(follower: weakref.ref[Follower[T]], closing: threading.Event, interval: float) -> None:

@@ -8,6 +8,7 @@ spread out is gathered, and nobody keeps a copy to compare with.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,13 +20,15 @@ import torch
 from torch import nn
 
 import rpc
+from rpc import TlsOptions
 from tensorwire.checkpoint.chain import Kind, Version, VersionFile
 from tensorwire.checkpoint.chain_writer import ChainWriter
 from tensorwire.checkpoint.checksums import checksum_of
 from tensorwire.checkpoint.errors import DamagedCheckpointError, NotSavedError
 from tensorwire.checkpoint.files import Checkpoint, PartWriter
 from tensorwire.checkpoint.fitting import decoded
-from tensorwire.checkpoint.following import Folder, Follower, Held
+from tensorwire.checkpoint.following import Follower, Held, begun
+from tensorwire.checkpoint.remote.sources import source_of
 from tensorwire.checkpoint.saving import part_of, take_apart
 from tensorwire.checkpoint.shard_file import bytes_of
 from tensorwire.checkpoint.spread import Source
@@ -374,12 +377,25 @@ class Following:
 
 
 def follow(
-    folder: str | Path, *, timeout: float = 60.0, interval: float = 0.2, max_pinned: int = 2
+    folder: str | Path,
+    *,
+    key_file: str | os.PathLike[str] | None = None,
+    tls: TlsOptions | None = None,
+    cache: str | Path | None = None,
+    timeout: float = 60.0,
+    interval: float = 0.2,
+    max_pinned: int = 2,
 ) -> Following:
     """Follows a published state, in any process that sees the folder; no group is needed.
 
     Args:
-        folder: that :func:`publish` was given.
+        folder: that :func:`publish` was given. Or ``tensorwire://host:port`` of a publisher, or
+            a URL of an object store into which one copies.
+        key_file: with the reader key; for a publisher's address, which needs it.
+        tls: certificates of which this end's is for the name ``reader``, if the publisher has
+            TLS. Default none.
+        cache: folder of this process alone that keeps what was fetched from a URL, so that a
+            restart fetches only what is new. Default a temporary one, which keeps nothing.
         timeout: seconds in which there must be a first version. Default 60.
         interval: seconds between two looks for newer versions. Default 0.2.
         max_pinned: versions that ``pinned`` may hold at a time; while as many are held, newer
@@ -388,7 +404,8 @@ def follow(
     Raises:
         CheckpointError: what is there is damaged, or of something else.
         TimeoutError: nothing is there after ``timeout`` seconds.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or for another kind of place.
+        WrongKeyError: the publisher has another key.
 
     Example::
 
@@ -397,12 +414,7 @@ def follow(
             weights.load_into(policy)
             play(policy)
     """
-    follower = Follower(Folder(folder), _taken, interval, max_pinned)
-    try:
-        follower.start(timeout)
-    except BaseException:
-        follower.close()
-        raise
+    follower = begun(source_of(folder, key_file, tls, cache), _taken, interval, max_pinned, timeout)
     return Following(follower)
 
 

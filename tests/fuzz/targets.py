@@ -53,6 +53,7 @@ from rpc.transports.tensorwire.tls import Certificates
 from rpc.transports.tensorwire.tls_socket import TlsSocket
 from tests.fuzz.folders import checkpoints, snapshots
 from tests.fuzz.mutations import changed, pieces
+from tests.fuzz.published import publisher_replies, reader_handshake, reader_requests
 from tests.rpc.transports.tensorwire.certificates import for_everybody
 
 Draw = random.Random
@@ -284,5 +285,8 @@ TARGETS: Mapping[str, Callable[[Draw], None]] = {
         bulk,
         checkpoints,
         snapshots,
+        reader_handshake,
+        reader_requests,
+        publisher_replies,
     )
 }

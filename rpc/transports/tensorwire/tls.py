@@ -144,6 +144,21 @@ class Certificates:
         """For the end that is connected to."""
         return self._current().accepting
 
+    @staticmethod
+    def require(shown: Mapping[str, Any], worker: str) -> None:
+        """Refuses a certificate that the other end shows, unless it is for that worker.
+
+        Args:
+            shown: as ``ssl.SSLSocket.getpeercert`` returns it.
+            worker: the name.
+
+        Raises:
+            BringUpError: it is for somebody else.
+        """
+        names = names_in(shown)
+        if not is_for(names, worker):
+            raise BringUpError(wrong_name(names, worker))
+
     def _current(self) -> _Contexts:
         with self._lock:
             now = self._clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tensorwire.checkpoint.following import Folder, Follower, Held
+from rpc import TlsOptions
+from tensorwire.checkpoint.following import Follower, Held, begun
+from tensorwire.checkpoint.remote.sources import source_of
 from tensorwire.parameter_server.client.distinct import distinct
 from tensorwire.parameter_server.client.gradient import RowGradient
 from tensorwire.parameter_server.declarations.arguments import instance, number, whole
@@ -343,7 +346,14 @@ class FollowedModel:
 
 
 def follow(
-    folder: str | Path, *, timeout: float = 60.0, interval: float = 0.2, max_pinned: int = 2
+    folder: str | Path,
+    *,
+    key_file: str | os.PathLike[str] | None = None,
+    tls: TlsOptions | None = None,
+    cache: str | Path | None = None,
+    timeout: float = 60.0,
+    interval: float = 0.2,
+    max_pinned: int = 2,
 ) -> FollowedModel:
     """Follows the versions that ``Cluster.publish`` writes, in any process that sees the folder.
 
@@ -352,7 +362,13 @@ def follow(
     of another folder, the one before is read on; the log and ``error`` say why.
 
     Args:
-        folder: that versions are published in.
+        folder: that versions are published in. Or ``tensorwire://host:port`` of a publisher, or
+            a URL of an object store into which one copies.
+        key_file: with the reader key; for a publisher's address, which needs it.
+        tls: certificates of which this end's is for the name ``reader``, if the publisher has
+            TLS. Default none.
+        cache: folder of this process alone that keeps what was fetched from a URL, so that a
+            restart fetches only what is new. Default a temporary one, which keeps nothing.
         timeout: seconds in which there must be a first version. Default 60.
         interval: seconds between two looks for newer versions. Default 0.2.
         max_pinned: versions that ``pinned`` may hold at a time; while as many are held, newer
@@ -362,25 +378,22 @@ def follow(
         CheckpointError: what is there is damaged, or of something else.
         TimeoutError: nothing is there after ``timeout`` seconds.
         TypeError: an argument is of a wrong kind.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or for another kind of place.
+        WrongKeyError: the publisher has another key.
 
     Example::
 
-        model = ps.follow("folder/model")
+        model = ps.follow("folder/model")   # or ps.follow("tensorwire://host:7000", key_file=...)
         bag = ps.EmbeddingBag(model.table("items"), mode="sum")
         with torch.inference_mode(), model.pinned():
             vectors = bag(torch.tensor([[3, 1], [3, 8]]))
     """
-    instance("follow", "folder", folder, (str, Path), "the path of a folder")
+    instance("follow", "folder", folder, (str, Path), "the path of a folder, or a URL")
     number("follow", "timeout", timeout)
     number("follow", "interval", interval, least=0.001)
     whole("follow", "max_pinned", max_pinned)
-    follower = Follower(Folder(folder), taken, interval, max_pinned)
-    try:
-        follower.start(timeout)
-    except BaseException:
-        follower.close()
-        raise
+    source = source_of(folder, key_file, tls, cache)
+    follower = begun(source, taken, interval, max_pinned, timeout)
     return FollowedModel(follower)
 
 

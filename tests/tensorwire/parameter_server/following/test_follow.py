@@ -422,3 +422,23 @@ def test_a_follower_reads_what_a_cluster_publishes_while_it_trains(tmp_path: Pat
         return wanted
 
     train([go], servers=3)
+
+
+def test_rows_are_followed_over_the_network(tmp_path: Path) -> None:
+    """Bases and deltas, by a process that does not see the folder."""
+    key = tmp_path / "reader.key"
+    key.write_bytes(checkpoint.reader_key(b"the group's"))
+    key.chmod(0o600)
+    with (
+        Published(tmp_path / "chain") as published,
+        checkpoint.ChainServer(tmp_path / "chain", key.read_bytes()) as served,
+    ):
+        published.base(3, {"items": random_rows(1, range(150)), "a/b c": same(0.3, range(9), 2)})
+        published.delta(4, {"items": random_rows(2, range(100, 180, 3))}, range(5))
+        url = f"tensorwire://localhost:{served.port}"
+        with ps.follow(url, key_file=key, interval=0.01) as model:
+            assert (model.version, model.step) == (1, 4)
+            _assert_same(model, published)
+            published.delta(5, {"items": random_rows(3, [7, 300])}, range(0, 120, 7))
+            model.wait_for(step=5, timeout=60)
+            _assert_same(model, published)
