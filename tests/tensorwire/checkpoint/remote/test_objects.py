@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorwire import checkpoint
-from tensorwire.checkpoint import ChainCopier, CheckpointError, DamagedCheckpointError, Publishing
-from tensorwire.checkpoint.remote import mirror
-from tests import waiting
+from tensorwire.checkpoint import ChainCopier, CheckpointError, Publishing
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -61,46 +59,6 @@ def test_a_version_that_is_copied_in_part_is_not_there(tmp_path: Path, url: str)
     assert copier.copy() == 1
     with checkpoint.follow(url) as weights:
         assert torch.equal(weights.value("x"), torch.ones(3))
-
-
-def test_damage_in_a_store_is_refused_and_not_fetched_again_and_again(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = torch.ones(3)
-    publishing, copier = _publish(tmp_path, values), ChainCopier(tmp_path, url)
-    copier.copy()
-    files = fsspec.filesystem("memory")
-    with checkpoint.follow(url, interval=0.01) as weights:
-        fetched: list[str] = []
-        whole = mirror.Mirror._fetch_files
-
-        def fetch(self: mirror.Mirror, version: checkpoint.Version, text: bytes) -> None:
-            fetched.append(version.folder.name)
-            (name,) = (each for each in version.files if each.endswith(".safetensors"))
-            path = f"{url}/{version.folder.name}/{name}"
-            data = files.cat_file(path)
-            files.pipe_file(path, data[:-1] + bytes([data[-1] ^ 1]))
-            whole(self, version, text)
-
-        monkeypatch.setattr(mirror.Mirror, "_fetch_files", fetch)
-        values += 1
-        publishing.update()
-        copier.copy()
-        looks: list[object] = []
-        waiting.until(lambda: isinstance(weights.error, DamagedCheckpointError))
-        monkeypatch.setattr(mirror.Mirror, "_fetch", _noted(mirror.Mirror._fetch, looks))
-        waiting.until(lambda: len(looks) > 3)
-        assert fetched == ["0000000001.delta"]
-        assert torch.equal(weights.value("x"), torch.ones(3))
-    publishing.close()
-
-
-def _noted(call: object, calls: list[object]) -> object:
-    def wrapped(*arguments: object) -> object:
-        calls.append(arguments)
-        return call(*arguments)  # type: ignore[operator]
-
-    return wrapped
 
 
 def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:

@@ -152,32 +152,6 @@ def test_somebody_else_who_answers_is_not_believed(tmp_path: Path, data: bytes, 
     thread.join()
 
 
-def test_a_reader_goes_on_where_a_connection_broke(tmp_path: Path) -> None:
-    """The file that came in part is not asked for from its beginning again."""
-    with contextlib.closing(_Published(tmp_path, size=1 << 18)) as published:
-        asked: list[int] = []
-        chain = PublishedChain(f"tensorwire://127.0.0.1:{published.server.port}", _KEY)
-        whole = chain.read
-
-        def read(version: Any, name: str, offset: int) -> Iterator[bytes]:
-            if name.endswith(".safetensors"):
-                asked.append(offset)
-            for piece in whole(version, name, offset):
-                yield piece
-                if len(asked) < 3:
-                    chain._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
-
-        chain.read = read  # type: ignore[method-assign]
-        source = mirror.Mirror(chain, tmp_path / "cache")
-        for _ in range(2):
-            with pytest.raises(NoPublisherError, match="broke"):
-                list(source.route(None))
-        assert [each.number for each in source.route(None)] == [0]
-        assert asked == sorted(set(asked))
-        assert len(asked) == 3
-        source.close()
-
-
 def test_a_follower_outlives_its_publisher(
     published: _Published, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -404,29 +378,6 @@ def test_wrong_arguments_are_named(make: Callable[[], object], said: str) -> Non
 def test_a_port_that_is_taken_is_an_error(published: _Published) -> None:
     with pytest.raises(OSError, match="in use"):
         ChainServer("x", _KEY, port=published.server.port)
-
-
-def test_closing_ends_a_wait_for_bytes_that_do_not_come(tmp_path: Path) -> None:
-    """A publisher that is stopped in the middle of a file holds no reader up."""
-    chain = PublishedChain("tensorwire://localhost:1", _KEY)
-    ours, theirs = socket.socketpair()
-    chain._socket = ours
-    said: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            chain.way(None)
-        except NoPublisherError as error:
-            said.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert theirs.recv(messages.REQUEST_HEAD.size, socket.MSG_WAITALL)
-    chain.interrupt()
-    thread.join()
-    assert len(said) == 1
-    chain.close()
-    theirs.close()
 
 
 def test_the_reader_key_is_hkdf_of_the_groups(tmp_path: Path) -> None:
