@@ -16,10 +16,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from tensorwire.parameter_server.decisions import orders, views
-from tensorwire.parameter_server.decisions.clock import Cut, Reached, Status
+from tensorwire.parameter_server.decisions import beginnings, orders, views
+from tensorwire.parameter_server.decisions.clock import Reached, Status
 from tensorwire.parameter_server.decisions.publishing import Publishing, why_not_written
-from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
     Edit,
@@ -228,7 +227,7 @@ class Coordinator(Publishing):
         if behind:
             yield from self._move()
         elif unprimed:
-            yield AskAll({shard: self._beginning() for shard in unprimed})
+            yield AskAll({shard: beginnings.beginning(self.view) for shard in unprimed})
         if missing:
             yield from self._cut(joins=missing)
         yield from self._trim()
@@ -244,7 +243,7 @@ class Coordinator(Publishing):
         """Brings all shards to one cut, within their epoch."""
         change = self._new_change()
         statuses = yield AskAll({shard: orders.Hold(change) for shard in self.view.active})
-        cut = self._meeting(change, statuses.values(), joins)
+        cut = beginnings.meeting(self.view, change, statuses.values(), joins)
         cut = replace(cut, action=action, samplers=samplers)
         answers = yield AskAll({shard: orders.Go(cut) for shard in statuses})
         return Reached(cut, next((each for each in answers.values() if each is not None), {}))
@@ -256,37 +255,10 @@ class Coordinator(Publishing):
         old = [s for s, each in answers.items() if each is not None and each.epoch < epoch]
         statuses = yield AskAll({shard: orders.Hold(change) for shard in old})
         awaited = {shard: frozenset(old) - {shard} for shard in self.view.active}
-        cut = self._meeting(change, statuses.values(), ())
+        cut = beginnings.meeting(self.view, change, statuses.values(), ())
         cut = replace(cut, epoch=epoch, awaited=awaited, action=orders.Move(self.view.slots))
-        yield AskAll(self._primes(cut, old))
+        yield AskAll(beginnings.primes(self.view, cut, old))
         yield AskAll({shard: orders.Go(cut) for shard in old})
-
-    def _primes(self, cut: Cut, old: list[int]) -> dict[int, orders.Order]:
-        """For the shards that are new: where to begin."""
-        staying = {trainer.number for trainer in self.view.trainers}
-        counts = {each: count for each, count in cut.vector.items() if each in staying}
-        prime = orders.Prime(
-            counts,
-            cut.time,
-            self.view.epoch,
-            self.view.slots,
-            frozenset(old),
-            self.view.declared,
-        )
-        return {s.number: prime for s in self.view.shards if s.number not in old}
-
-    def _meeting(self, change: int, statuses: Iterable[Status], joins: Collection[int]) -> Cut:
-        """The first point that no shard is beyond."""
-        vector: dict[int, int] = {}
-        time = 0
-        for status in statuses:
-            time = max(time, status.time)
-            for trainer, count in status.counts.items():
-                vector[trainer] = max(vector.get(trainer, 0), count)
-        trainers = frozenset(trainer.number for trainer in self.view.trainers)
-        staying = trainers - set(joins)
-        start = min((vector[each] for each in staying if each in vector), default=time)
-        return Cut(change, vector, dict.fromkeys(joins, start), time=time, trainers=trainers)
 
     # --- trainers
 
@@ -523,7 +495,7 @@ class Coordinator(Publishing):
         yield Servers(frozenset(wanted))
         yield Edit(self._without_gone)
         yield Edit(lambda view: views.rolled_back(view, self._survivors(wanted)))
-        yield self._to_all(self._beginning())
+        yield self._to_all(beginnings.beginning(self.view))
         self._drop_lost()
         for trainer in self.view.trainers:
             if trainer.client in self._gone:
@@ -534,27 +506,6 @@ class Coordinator(Publishing):
         living = {server.name: server for server in sorted(self._living)}
         named = [living[name] for name in wanted if name in living]
         return named or [self._me]
-
-    def _beginning(self) -> orders.Prime:
-        """Where the shards of this view begin."""
-        snapshot = self.view.snapshot or Snapshot("", {}, 0)
-        known = [
-            snapshot.counts[trainer.number]
-            for trainer in self.view.trainers
-            if trainer.number in snapshot.counts
-        ]
-        start = min(known, default=snapshot.time)
-        counts = {t.number: snapshot.counts.get(t.number, start) for t in self.view.trainers}
-        accounts = {n: snapshot.accounts.get(n, Account()) for n in self.view.samplers}
-        return orders.Prime(
-            counts,
-            snapshot.time,
-            self.view.epoch,
-            self.view.slots,
-            declared=self.view.declared,
-            folder=snapshot.folder,
-            accounts=accounts,
-        )
 
 
 def _life_of(client: Client) -> Server:

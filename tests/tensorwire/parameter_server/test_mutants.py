@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tensorwire.parameter_server.decisions import (
+    beginnings,
     coordination,
     gate,
     lives,
@@ -54,18 +55,17 @@ def _does_not_hold(patch: pytest.MonkeyPatch) -> None:
 
 
 def _cuts_at_the_slowest(patch: pytest.MonkeyPatch) -> None:
-    def meeting(self: Any, change: int, statuses: Any, joins: Any) -> Any:
-        found = original(self, change, statuses, joins)
+    def meeting(view: Any, change: int, statuses: Any, joins: Any) -> Any:
+        statuses = list(statuses)
+        found = original(view, change, statuses, joins)
         vector = {
             who: min(s.counts.get(who, count) for s in statuses)
             for who, count in found.vector.items()
         }
         return coordination.replace(found, vector=vector)
 
-    original = coordination.Coordinator._meeting
-    patch.setattr(
-        coordination.Coordinator, "_meeting", lambda s, c, st, j: meeting(s, c, list(st), j)
-    )
+    original = beginnings.meeting
+    patch.setattr(beginnings, "meeting", meeting)
 
 
 def _takes_pushes_of_an_old_map(patch: pytest.MonkeyPatch) -> None:
