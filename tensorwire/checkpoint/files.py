@@ -282,7 +282,7 @@ class Checkpoint:
 
     @classmethod
     def of_parts(cls, path: str | Path, parts: Sequence[str], meta: Meta) -> Checkpoint:
-        """What lies in a folder with finished parts that are described there, each by itself.
+        """The contents of a folder with finished parts that are described there, each by itself.
 
         Args:
             path: the folder into which :class:`PartWriter` wrote them.

@@ -132,7 +132,7 @@ class StageWorker:
         self._times: StepTimes | None = None
 
     def facts(self) -> dict[str, object]:
-        """What is seen of these stages by whoever watches the job."""
+        """The facts about these stages for whoever watches the job."""
         times, awaited = self._times, self.awaited
         sender = "" if awaited is None else sender_of(self.plan, awaited)
         return {

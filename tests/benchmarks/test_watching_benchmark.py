@@ -1,4 +1,4 @@
-"""What a worker does for whoever looks at its job is little, and counted right."""
+"""The work of a worker for whoever looks at its job is little, and counted right."""
 
 from __future__ import annotations
 

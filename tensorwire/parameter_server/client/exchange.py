@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.decisions.clock import PushKind
-from tensorwire.parameter_server.kernels.arrays import Ints
+from tensorwire.parameter_server.kernels.arrays import Bools, Ints
 from tensorwire.parameter_server.messaging.messages import Known
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class KnownRows:
     lives: Mapping[int, int]
     numbers: Ints
 
-    def at(self, shard: int, places: Any) -> Known:
+    def at(self, shard: int, places: Ints | None) -> Known:
         """As one shard is told of its ids, which have these places; None for all."""
         own = self.numbers if places is None else self.numbers[places]
         if len(own) and (own[0] == own).all():
@@ -144,8 +144,8 @@ class ShardChanges:
     shard: int
     life: int
     number: int
-    places: Any
-    which: Any
+    places: Ints | None
+    which: Bools
     rows: Tensor
 
 

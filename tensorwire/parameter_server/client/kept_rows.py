@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tensorwire.parameter_server.client.exchange import ShardChanges
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.kernels.arrays import Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Bools, Floats, Ints, Slots
 from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.rows.memory import Column
 
@@ -90,7 +90,7 @@ class KeptRows:
             self._sizes = self._counts(used)
             self._ids, self._places = self._ids[used], self._places[used]
 
-    def _counts(self, chosen: Any) -> Ints:
+    def _counts(self, chosen: Bools) -> Ints:
         """The number of each table's rows that are chosen."""
         sums = np.concatenate(([0], np.cumsum(chosen)))
         ends = np.concatenate(([0], np.cumsum(self._sizes)))

@@ -9,9 +9,14 @@ domains", 2002), which happens less than once on average.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.parameter_server.kernels.arrays import Ints
+
+_Values: TypeAlias = NDArray[np.uint64]
 
 _ROUNDS: Final = 6
 _ODD: Final = 0x9E3779B97F4A7C15
@@ -39,7 +44,7 @@ class Permutation:
         state = _mixed(_mixed(seed) + epoch)
         self._keys = [np.uint64(_mixed(state + (n + 1) * _ODD)) for n in range(_ROUNDS)]
 
-    def __call__(self, positions: Any) -> Any:
+    def __call__(self, positions: Ints) -> Ints:
         """The numbers at these positions.
 
         Args:
@@ -48,27 +53,29 @@ class Permutation:
         Returns:
             ``(n,)``, int64.
         """
-        found = self._once(np.asarray(positions).astype(np.uint64))
+        found = self._once(positions.astype(np.uint64))
         beyond = np.flatnonzero(found >= self._length)
         while len(beyond):
             found[beyond] = self._once(found[beyond])
             beyond = beyond[found[beyond] >= self._length]
         return found.astype(np.int64)
 
-    def _once(self, values: Any) -> Any:
+    def _once(self, values: _Values) -> _Values:
         high, low = values >> self._low_bits, values & self._low
         for place, key in enumerate(self._keys):
             if place % 2:
                 low = low ^ (_hashed(high, key) & self._low)
             else:
                 high = high ^ (_hashed(low, key) & self._high)
-        return (high << self._low_bits) | low
+        joined: _Values = (high << self._low_bits) | low
+        return joined
 
 
-def _hashed(values: Any, key: np.uint64) -> Any:
+def _hashed(values: _Values, key: np.uint64) -> _Values:
     mixed = (values ^ key) * _FIRST
     mixed = (mixed ^ (mixed >> _DOWN)) * _SECOND
-    return mixed >> _DOWN
+    hashed: _Values = mixed >> _DOWN
+    return hashed
 
 
 def _mixed(value: int) -> int:

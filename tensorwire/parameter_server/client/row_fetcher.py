@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tensorwire.parameter_server.messaging.messages import TableIds
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
-    from tensorwire.parameter_server.client.table import Table
+    from tensorwire.parameter_server.client.table import Table, TableKind
 
 
 class RowFetcher:
@@ -89,7 +89,7 @@ class RowFetcher:
         Args:
             wanted: by the name of the table, ids that are all different.
         """
-        kinds: dict[Any, list[Table]] = {}
+        kinds: dict[TableKind, list[Table]] = {}
         for table in self._cluster.known(*wanted):
             kinds.setdefault(table.kind, []).append(table)
         for tables in kinds.values():

@@ -166,7 +166,7 @@ class Samples(Sampler[list[int]]):
 
 
 class _Reading:
-    """What a loader is told to read; may go on after it has ended, as more was given out."""
+    """The indices that a loader reads; may go on after it has ended, as more was given out."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked

@@ -148,20 +148,20 @@ class Servers:
         """False if calls to that life may have met the one before it."""
         return verdict_on(self._worker, server) is not Verdict.UNHEARD
 
-    def _ask(self, server: Server, message: Any) -> Future[Any]:
+    def _ask(self, server: Server, message: object) -> Future[Any]:
         self.require_own_process()
         answer: Future[Any] = Future()
         self._caller.call(server, message, answer.set_result)
         return answer
 
-    def ask_head(self, shard: int, message: Any) -> Any:
+    def ask_head(self, shard: int, message: object) -> Any:
         """One call to the head of a shard; ``LOST`` if there is none."""
         found = self._view().shard(shard)
         if found is None or not found.chain:
             return LOST
         return self._within_patience(self._ask(found.head, message))
 
-    def ask_heads(self, message: Callable[[int], Any]) -> list[Any]:
+    def ask_heads(self, message: Callable[[int], object]) -> list[Any]:
         """Asks the head of every shard, again if the map changes meanwhile.
 
         Args:
@@ -180,7 +180,7 @@ class Servers:
             self._news.wait(seen, PAUSE)
             self._refresh()
 
-    def ask_all(self, message: Any) -> Mapping[Server, Any]:
+    def ask_all(self, message: object) -> Mapping[Server, Any]:
         """One call to each server that keeps anything."""
         keepers = sorted({each for shard in self._view().shards for each in shard.chain})
         answers = {server: self._ask(server, message) for server in keepers}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from torch import Tensor
 
@@ -345,7 +345,7 @@ class Session:
             message = messages.Exchange(self.cluster, shard, push, pull)
             begin = time.perf_counter()
 
-            def replied(reply: Any) -> None:
+            def replied(reply: object) -> None:
                 self._slow.answered(head.name, time.perf_counter() - begin)
                 if isinstance(reply, messages.Rows | messages.Accepted) and reply.room >= 0:
                     self._room.told(shard, head, reply.room)
@@ -357,7 +357,7 @@ class Session:
         self._later(send)
 
     def _replied(
-        self, shard: int, number: int, epoch: int, asked: PendingPull | None, reply: Any
+        self, shard: int, number: int, epoch: int, asked: PendingPull | None, reply: object
     ) -> None:
         with self._acting():
             if self._failure is not None:
@@ -389,7 +389,7 @@ class Session:
                 self._note_again(shard, number, asked)
             self._condition.notify_all()
 
-    def _is_done_for(self, reply: Any) -> bool:
+    def _is_done_for(self, reply: object) -> bool:
         """True if a shard has forgotten this trainer, as it took all, the last push included."""
         unknown = isinstance(reply, messages.Denied) and reply.reason is Refusal.UNKNOWN
         return self.trainer.is_finishing and unknown and self.view.trainer(self.client) is not None
@@ -408,7 +408,7 @@ class Session:
             whole.refused_by.add(shard)
             self._post(shard, number, whole, None)
 
-    def _may_speak_for(self, shard: int, server: Server, reply: Any) -> bool:
+    def _may_speak_for(self, shard: int, server: Server, reply: object) -> bool:
         """False if this client knows a later chain of a shard than the server that answers."""
         found = self.view.shard(shard)
         if found is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.decisions.views import View
@@ -40,7 +40,7 @@ class SlowServer:
         name, mine, others = found
         slow = [each for each in self._view().servers if each.name == name]
 
-        def tell(described: Any) -> None:
+        def tell(described: object) -> None:
             why = reason(described) if isinstance(described, dict) else "it does not say why"
             _logger.warning(
                 "server %r is the bottleneck of cluster %r: it answers in %.1f ms, the others in "

@@ -14,6 +14,7 @@ from tensorwire.parameter_server.declarations.dense_spec import DenseSpec
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Float32, Packed
 from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.kernels.arrays import Ints
 from tensorwire.parameter_server.kernels.copying import joined, joined_finite
 from tensorwire.parameter_server.messaging.messages import DensePush, TableIds, TablePush
 
@@ -34,7 +35,7 @@ class Split:
 
     rows: TableIds
     epoch: int
-    parts: Mapping[int, tuple[Any, TableIds]]
+    parts: Mapping[int, tuple[Ints | None, TableIds]]
 
 
 def split(rows: TableIds, slots: Sequence[int], epoch: int) -> Split:
@@ -88,7 +89,7 @@ def table_push(
     return TablePush(rows, kind.pack(part), whole.hyper, pulled)
 
 
-def _gather(source: Tensor, places: Any, out: Tensor) -> None:
+def _gather(source: Tensor, places: Ints | None, out: Tensor) -> None:
     if places is None:
         joined([source.reshape(-1)], out.view(-1))
     else:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
 
 
+TableKind = tuple[int, str, bool]
+"""How wide rows are, how they travel, and whether trainers keep some."""
+
 _PIECE: Final = 1 << 18
 """Rows that one message sets."""
 
@@ -54,14 +57,14 @@ class Table:
         self.cache = None if cache is None else RowCache(cache, spec.dim)
         kind = spec.wire.push
         self.feedback = None if kind.is_exact else Feedback(kind, spec.dim)
-        self.kind = (spec.dim, repr(spec.wire), cache is not None)
+        self.kind: TableKind = (spec.dim, repr(spec.wire), cache is not None)
         self.order = repr(spec.rule)
         self.ignored: set[str] = set()
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, dim={self.dim}, optimizer={self.rule!r})"
 
-    def __deepcopy__(self, memo: Any) -> Table:
+    def __deepcopy__(self, memo: object) -> Table:
         """The same table: its rows are at the servers, and are not copied."""
         return self
 

@@ -61,7 +61,7 @@ class Given:
         self._tickets.append(ticket)
 
     def forget(self) -> None:
-        """What was given out will not be pushed."""
+        """Nothing that was given out will be pushed."""
         self._tickets.clear()
 
     def take(self, rollbacks: int) -> Batches | None:

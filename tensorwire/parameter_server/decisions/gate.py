@@ -35,7 +35,7 @@ class _Uncounted:
 
 
 class Gate:
-    """What waits at one server of a shard.
+    """The answers, news and counts that wait at one server of a shard.
 
     Args:
         log: says what is safe.

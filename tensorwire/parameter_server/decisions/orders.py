@@ -268,7 +268,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """What must still hold for a version to be told as changes of the one before.
+    """The conditions under which a version is told as changes of the one before.
 
     Args:
         generation: of the cluster.

@@ -265,7 +265,7 @@ class ShardState:
         )
 
     def _take(self, version: orders.Version, change: int) -> FrozenShard | orders.Unmarked:
-        """What is to be written in a version of a chain."""
+        """Takes out of the state all that a version of a chain holds."""
         if self.chain != version.chain:
             if version.extent is orders.Extent.CHANGES:
                 return orders.Unmarked()

@@ -94,7 +94,7 @@ class Changes:
         self._gone_recently = []
 
     def publish(self) -> None:
-        """What was to be published at the last cut is."""
+        """All that was to be published at the last cut is published."""
         self._unpublished.release(0)
         self._is_published = True
         self._gone = []

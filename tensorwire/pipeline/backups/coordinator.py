@@ -296,7 +296,7 @@ class Coordinator:
         return tuple(dict.fromkeys([*self._pool, *self.spares]))
 
     def _asked(self) -> tuple[str, ...] | None:
-        """Whom to ask for copies; a driver that comes back does not know where stages moved."""
+        """The workers to ask for copies; a driver that came back knows none of their moves."""
         return None if self._asks_all and not self.has_begun else self.known()
 
     def _backups(self, owners: Owners, found: Mapping[str, Found]) -> dict[Seat, str]:

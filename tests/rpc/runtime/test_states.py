@@ -1,4 +1,4 @@
-"""What packages above keep with a worker is told when it leaves, and closed when it shuts down."""
+"""States that packages above keep with a worker hear that it leaves, and are closed at the end."""
 
 from __future__ import annotations
 

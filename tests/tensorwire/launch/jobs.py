@@ -143,7 +143,7 @@ class Job:
 
 
 def progress(work: Job, name: str) -> dict[str, Any]:
-    """How far a trainer that notes that is, as it has written down last."""
+    """The step that a trainer has written down last."""
     path = work.folder / f"{name}.progress"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": 0}
     return found

@@ -107,7 +107,7 @@ def play(
 
 
 def _ids_for(model: nn.Module) -> Callable[[Batch], Batch]:
-    """What each module gets, by its name."""
+    """The ids that each module gets, by its name."""
     names = [n for n, each in model.named_modules() if n.endswith(("bags", "words"))]
     return lambda batch: {name: batch[name.rpartition(".")[2]] for name in names}
 

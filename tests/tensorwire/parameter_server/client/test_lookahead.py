@@ -24,7 +24,7 @@ GAMES = 25
 
 @dataclass
 class Shard:
-    """What a shard's head knows of changes; another head begins to count anew."""
+    """A shard's count of changes at its head; another head begins to count anew."""
 
     life: int = 1
     number: int = 0

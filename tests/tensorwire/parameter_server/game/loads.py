@@ -163,7 +163,7 @@ class RealState:
         self.state.thaw(frozen)
 
     def version_part(self, change: int) -> Part | orders.Unmarked:
-        """What this shard would write of a version."""
+        """The part of a version that this shard would write."""
         frozen, every = self.state.frozen.pop(change), self.versions.pop(change)
         if isinstance(frozen, orders.Unmarked):
             return frozen

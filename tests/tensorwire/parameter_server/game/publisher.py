@@ -1,4 +1,4 @@
-"""Who publishes versions in a game: each must be what a snapshot of its cut would be."""
+"""A trainer that publishes versions in a game: each must equal a snapshot of its cut."""
 
 from __future__ import annotations
 
