@@ -28,7 +28,6 @@ from tensorwire.checkpoint.manifest import TensorEntry
 
 _LENGTH: Final = struct.Struct("<Q")
 _HEADER_ROOM: Final = (64 << 10) - _LENGTH.size  # tensors begin at a multiple of 64 bytes
-HEADER_BYTES: Final = _LENGTH.size + _HEADER_ROOM
 _CHUNK: Final = 1 << 20  # written while its checksum's bytes are still in the cache
 
 DTYPES: Final = {

@@ -25,7 +25,6 @@ class Dependencies:
     """
 
     def __init__(self, table: Table, wiring: Wiring) -> None:
-        self._wiring = wiring
         self._consumers = [wiring.consumers(stage) for stage in range(wiring.stages)]
         self._producers = [wiring.producers(stage) for stage in range(wiring.stages)]
         self._backward = {
