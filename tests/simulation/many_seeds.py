@@ -21,6 +21,10 @@ from tests.simulation.group import (
 )
 from tests.tensorwire.launch.game import Game
 from tests.tensorwire.parameter_server.game import check_game
+from tests.tensorwire.parameter_server.game.plans import (
+    draw_plan_with_leases,
+    draw_plan_with_samples,
+)
 from tests.tensorwire.pipeline.backup_game import check_game as check_pipeline
 
 _BATCH = 250
@@ -41,9 +45,10 @@ def _play_games(first: int, end: int) -> str:
     for seed in range(first, end):
         try:
             check_game(seed)
+            check_game(seed, draw_plan_with_leases if seed % 2 else draw_plan_with_samples)
             check_pipeline(seed)
         except AssertionError as error:
-            return f"check_game({seed}), of a cluster and of a pipeline: {error}"
+            return f"check_game({seed}), of clusters and of a pipeline: {error}"
     for seed in range(first // 10, end // 10):
         try:
             Game(seed).play()

@@ -16,6 +16,7 @@ from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client import first_values
 from tensorwire.parameter_server.client.account import Account
 from tensorwire.parameter_server.client.cache import Cache
+from tensorwire.parameter_server.client.counting import Counting
 from tensorwire.parameter_server.client.declared import Declared
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.exchange import (
@@ -80,6 +81,7 @@ class Cluster:
         stepper: sends pushes and pulls.
         account: of this worker's exchanges.
         given: the batches whose samples the next push has trained, if they are counted.
+        counting: asks for accounts of samples, and for batches.
     """
 
     def __init__(self, session: Session, membership: Membership, nans: NanPolicy) -> None:
@@ -90,6 +92,7 @@ class Cluster:
         self.publishing: Publishing | None = None
         self.account = Account()
         self.given = Given()
+        self.counting = Counting(session)
         self._membership = membership
         self._declared = Declared(session)
         self.rows = RowFetcher(self)
@@ -376,7 +379,9 @@ class Cluster:
         """A sampler of batches that divides the samples among all trainers, each of which counts
         once, whoever dies, joins or leaves. All who name it must say the same of it.
 
-        This worker becomes a trainer, if it is none yet. Needs ``ps.BSP()``.
+        This worker becomes a trainer, if it is none yet. Under ``ps.BSP()`` batches are dealt to
+        trainers in turn, the same ones in every run; under ``ps.SSP`` and ``ps.Async`` each trainer
+        takes some whenever it has none left.
 
         Args:
             length: samples in an epoch, as ``len(dataset)``.
@@ -391,7 +396,7 @@ class Cluster:
         Raises:
             DeclarationError: it is another than before, or than in the snapshot that was restored.
             TypeError: an argument is of a wrong kind.
-            ValueError: an argument is out of range, or the cluster is not under ``ps.BSP()``.
+            ValueError: an argument is out of range.
 
         Example::
 
@@ -402,10 +407,8 @@ class Cluster:
                 optimizer.step()
         """
         spec = SamplerSpec(name, length, batch_size, shuffle, seed, epochs, drop_last)
-        if not isinstance(self.consistency, BSP):
-            raise ValueError(f"samples: needs a cluster under ps.BSP(), not {self.consistency}")
         self.join()
-        found = SamplerSpec.decode(self.session.count_samples(name, spec.encode()))
+        found = SamplerSpec.decode(self.counting.begin(name, spec.encode()))
         differences = spec.differences(found)
         if differences:
             raise errors.DeclarationError(
@@ -417,7 +420,7 @@ class Cluster:
         """The progress of each sampler."""
         told = {}
         for name, text in self.session.view.samplers.items():
-            account = self.session.account_of(name)
+            account = self.counting.account_of(name)
             told[name] = asdict(progress_of(SamplerSpec.decode(text), account))
         return told
 

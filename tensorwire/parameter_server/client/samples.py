@@ -26,7 +26,8 @@ class Progress:
     Args:
         epoch: the first of which a sample is not trained; the number of epochs at the end.
         trained: samples whose push is part of the state.
-        in_flight: those of the batches that trainers are at.
+        in_flight: those of the batches that trainers are at; under SSP and async, of all that
+            they have taken and not pushed.
         left: the others.
     """
 
@@ -134,7 +135,7 @@ class Samples(Sampler[list[int]]):
     @property
     def progress(self) -> Progress:
         """The progress of all trainers, as a server says."""
-        account = self._cluster.session.account_of(self.spec.name)
+        account = self._cluster.counting.account_of(self.spec.name)
         return progress_of(self.spec, account)
 
     @property
@@ -183,7 +184,8 @@ def progress_of(spec: SamplerSpec, account: Account) -> Progress:
     total = spec.samples_before(spec.batches)
     trained = sum(spec.samples_before(b) - spec.samples_before(a) for a, b in account.done)
     nexts = [next(account.remaining(who, 0, spec.batches), None) for who in account.deal.members]
-    in_flight = sum(spec.place_of(each)[2] for each in nexts if each is not None)
+    leased = [number for each in account.leases for run in each.open for number in range(*run)]
+    in_flight = sum(spec.place_of(each)[2] for each in [*nexts, *leased] if each is not None)
     behind = account.done[0][1] if account.done and account.done[0][0] == 0 else 0
     return Progress(behind // spec.in_epoch, trained, in_flight, total - trained - in_flight)
 

@@ -26,15 +26,13 @@ from tensorwire.parameter_server.client.packing import Packer
 from tensorwire.parameter_server.client.patience import Patience
 from tensorwire.parameter_server.client.retrying import Part, Retrier, Tries
 from tensorwire.parameter_server.client.room import Room
-from tensorwire.parameter_server.client.servers import PAUSE, Servers
+from tensorwire.parameter_server.client.servers import Servers
 from tensorwire.parameter_server.client.slow_server import SlowServer
 from tensorwire.parameter_server.client.trainer import Trainer, Undone
 from tensorwire.parameter_server.client.undone import undone_of_others
-from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
-from tensorwire.parameter_server.decisions.records import Counted, NotHead
-from tensorwire.parameter_server.decisions.samples import Account
+from tensorwire.parameter_server.decisions.records import NotHead
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.declarations.dense_spec import DenseSpec
@@ -441,7 +439,7 @@ class Session:
         whole = self._kept.whole(number)
         if whole is None:
             return
-        self._require_trainer()
+        self.require_trainer()
         epoch = self.view.epoch
         if self._kept.epoch(number) != epoch:
             self._kept.add(number, epoch, whole, dict.fromkeys(self.view.active, whole.kind))
@@ -450,7 +448,8 @@ class Session:
         elif self._kept.holds(number, shard):
             self._post(shard, number, whole, None)
 
-    def _require_trainer(self) -> None:
+    def require_trainer(self) -> None:
+        """Raises ``NotATrainerError`` if the cluster does without this worker by now."""
         if self.view.trainer(self.client) is None and not self.trainer.is_finishing:
             raise errors.NotATrainerError(
                 f"worker {self.client.name!r} is no trainer of cluster {self.cluster!r} any more"
@@ -554,23 +553,9 @@ class Session:
             self._raise_failure()
             self.trainer.is_finishing = True
 
-    def count_samples(self, name: str, text: str) -> str:
-        """Has the samples of a sampler counted; returns what the first to name it said it is."""
-        found: str = self.servers.ask_coordinator(orders.CountSamples(name, text))
-        self.refresh()
-        return found
-
-    def account_of(self, sampler: str) -> Account:
-        """The account of the samples of a sampler."""
-        while True:
-            self.news.raise_failure()
-            seen, shard = self.news.count, self.view.active[0]
-            answer = self.servers.ask_head(shard, messages.AccountOf(shard, sampler))
-            with self._acting():
-                if isinstance(answer, Counted) and self.view.shard(shard) is not None:
-                    self.servers.reached(sampler)
-                    self.deals = answer.deals
-                    return answer.account
-            self.servers.found_nobody(sampler, f"that keeps the account of sampler {sampler!r}")
-            self.news.wait(seen, PAUSE)
-            self.refresh()
+    def takes_deals(self, shard: int, deals: int) -> bool:
+        """A shard's head tells the latest deal of samples; False if it keeps nothing any more."""
+        with self._acting():
+            is_there = self.view.shard(shard) is not None
+            self.deals = deals if is_there else self.deals
+        return is_there

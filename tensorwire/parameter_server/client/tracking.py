@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from tensorwire.parameter_server.decisions.samples import Batches, gaps
+from tensorwire.parameter_server.client.assignment import assignment
+from tensorwire.parameter_server.decisions.samples import Batches
 from tensorwire.parameter_server.errors import RolledBack
 
 if TYPE_CHECKING:
@@ -128,14 +129,12 @@ class Tracked:
         self._name = name
         self._loader = loader
         self._indices_of = indices
-        self._window = window
+        self._assigned = assignment(cluster, name, window)
         self._batches: Iterator[Any] | None = None
         self._read: deque[Ticket] = deque()
         self._numbers: Iterator[int] = iter(())
         self._block: deque[tuple[int, list[int]]] = deque()
         self._turn = 0
-        self._deal = 0
-        self._seen = (-1, -1)
 
     def __iter__(self) -> Iterator[Any]:
         for turn in self.turns():
@@ -161,8 +160,8 @@ class Tracked:
         if not self._fill():
             raise StopIteration
         number, indices = self._block.popleft()
-        rollbacks, _ = self._seen
-        self._read.append(Ticket(self._name, number, self._deal, self._turn, rollbacks))
+        deal, (rollbacks, _) = self._assigned.deal, self._assigned.seen
+        self._read.append(Ticket(self._name, number, deal, self._turn, rollbacks))
         return indices
 
     def _fill(self) -> bool:
@@ -203,34 +202,24 @@ class Tracked:
 
     # --- turns
 
-    @property
-    def is_stale(self) -> bool:
-        """True if samples were given out anew, or the cluster went back, since the turn began."""
-        session = self._cluster.session
-        return self._seen != (session.rollbacks, session.deals)
-
     def give(self, ticket: Ticket) -> bool:
         """Gives a batch out, unless it is another trainer's by now."""
-        given = self._cluster.given
-        if self.is_stale and (not len(given) or self._went_back()):
+        given, assigned = self._cluster.given, self._assigned
+        if assigned.is_stale and (not len(given) or assigned.went_back):
             return False
         given.add(ticket)
         return True
 
-    def _went_back(self) -> bool:
-        return self._seen[0] != self._cluster.session.rollbacks
-
     def _goes_on(self) -> bool:
         """Begins a turn as soon as there is one for this trainer; False if all is trained."""
-        begin, end = self._window
         while not self._waits_for_a_push():
             try:
-                done = self._look()
+                is_done = self._look()
                 if self._fill():
                     return True
-                if all(behind <= begin for _, behind in gaps(done, end)):
+                if is_done:
                     return False
-                self._cluster.pass_step()
+                self._assigned.wait()
             except RolledBack as error:
                 self.recover(error)
         return False
@@ -238,7 +227,7 @@ class Tracked:
     def _waits_for_a_push(self) -> bool:
         """True if this trainer's part ends with batches that it has not pushed; the log says so."""
         given = self._cluster.given
-        if self._went_back():
+        if self._assigned.went_back:
             given.forget()
         if given:
             _logger.warning(
@@ -247,16 +236,13 @@ class Tracked:
             )  # fmt: skip
         return bool(given)
 
-    def _look(self) -> tuple[tuple[int, int], ...]:
-        """Finds out what is this trainer's; returns what is trained."""
-        session = self._cluster.session
-        rollbacks = session.rollbacks
-        account = session.account_of(self._name)
-        self._seen, self._deal = (rollbacks, session.deals), account.deal.number
+    def _look(self) -> bool:
+        """Finds out what is this trainer's; returns True if all is trained."""
+        numbers, is_done = self._assigned.look()
         self._turn += 1
         self._block.clear()
-        self._numbers = account.remaining(self._cluster.number, *self._window)
-        return account.done
+        self._numbers = numbers
+        return is_done
 
     def recover(self, error: RolledBack) -> None:
         """The cluster went back while this trainer had nothing under way: goes on from there."""

@@ -19,7 +19,9 @@ here, as what is done there (a snapshot, the next move) needs them.
 
 Under BSP a step is on all shards or on none, even if a trainer dies while it pushes: a shard that
 has all pushes of its next step tells the others (``Ready``), and takes the step once all have told
-it the same. What a lost trainer has pushed to some shards only was applied by none.
+it the same. What a lost trainer has pushed to some shards only was applied by none. So it is with
+each push under SSP and async as soon as samples are counted: an account of what was trained would
+not be the same on all shards otherwise, and no cut could say what it is.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency
-from tensorwire.parameter_server.decisions.samples import Account, Batches
+from tensorwire.parameter_server.decisions.samples import (
+    Account,
+    Batches,
+    LeaseAsked,
+    Leased,
+    NoLessor,
+)
 
 
 class PushKind(enum.Enum):
@@ -338,6 +346,23 @@ class Clock:
     def _dismiss(self, trainer: int) -> None:
         self._members.discard(trainer)
         self._limits.pop(trainer, None)
+        self._accounts = {name: each.forgetting(trainer) for name, each in self._accounts.items()}
+
+    # --- samples
+
+    def lease(self, asked: LeaseAsked) -> Leased | NoLessor:
+        """A trainer asks for batches; the shard with the lowest number of all gives them."""
+        account, trainer = self._accounts.get(asked.sampler), asked.trainer
+        is_lessor = self.is_open and all(self._shard < other for other in self._others)
+        is_here = trainer in self._members and trainer not in self._silenced
+        if account is None or not is_lessor or not is_here:
+            return NoLessor()
+        if asked.is_first and self._counts[trainer] < asked.pushes:
+            return NoLessor()  # it cannot be told yet what it has trained
+        account, given = account.lease(asked, len(self._members))
+        self._accounts[asked.sampler] = account
+        is_done = account.is_done(asked.begin, asked.end)
+        return Leased(*given, account.deal.number, self.deals, self.time, is_done)
 
     # --- cuts
 
@@ -377,6 +402,11 @@ class Clock:
 
     # --- other shards
 
+    @property
+    def _is_whole(self) -> bool:
+        """True if what is pushed is on all shards or on none."""
+        return self._together or bool(self._accounts)
+
     def heard(self, source: int, ready: Ready) -> list[Effect]:
         """Another shard tells how many pushes it has; calls overtake each other."""
         known = self._heard.get(source)
@@ -392,7 +422,7 @@ class Clock:
 
     def _tell(self, step: tuple[Push, ...]) -> list[Effect]:
         """All pushes of a step are here: the other shards must know, unless a cut says so."""
-        if not self._together or not self._others or not step or self._cut is not None:
+        if not self._is_whole or not self._others or not step or self._cut is not None:
             return []
         reach = {each: self._reach(each, self.epoch) for each in self._counts}
         ready = Ready(self.epoch, reach, self._others)
@@ -403,7 +433,7 @@ class Clock:
 
     def _is_everywhere(self, step: tuple[Push, ...]) -> bool:
         """True if each shard has these pushes; what lies before a cut, one has even applied."""
-        if not self._together or self._cut is not None:
+        if not self._is_whole or self._cut is not None:
             return True
         for other in self._others:
             ready = self._heard.get(other)
@@ -432,12 +462,12 @@ class Clock:
         if self._holding is not None or self._awaited:
             return ()
         ready = [push for each in self.members if (push := self._due(each)) is not None]
-        leaving = [push for push in ready if push.kind is PushKind.FINISH]
-        if leaving:
-            return (leaving[0],)
         if self._together:
+            leaving = [push for push in ready if push.kind is PushKind.FINISH]
+            if leaving:
+                return (leaving[0],)
             return tuple(ready) if ready and len(ready) == len(self._members) else ()
-        return tuple(ready[:1])
+        return tuple(([p for p in ready if self._is_everywhere((p,))] or ready)[:1])
 
     def _due(self, trainer: int) -> Push | None:
         """The next push of a trainer, if it is here and may be taken."""
@@ -467,11 +497,21 @@ class Clock:
         if step[0].kind is PushKind.FINISH:
             return step
         counted = tuple(push for push in step if not self._refuses(push.batches))
+        if not self._together:
+            for push in counted:
+                self._enter(push)
+            return counted
         members = [push.trainer for push in step]
         for name, account in self._accounts.items():
             taken = [p.batches for p in counted if p.batches and p.batches.sampler == name]
             self._accounts[name] = account.stepped(taken, members)
         return counted
+
+    def _enter(self, push: Push) -> None:
+        """Enters the batches of a push that is a step by itself."""
+        if push.batches is not None:
+            name = push.batches.sampler
+            self._accounts[name] = self._accounts[name].trained(push.trainer, push.batches)
 
     def _refuses(self, batches: Batches | None) -> bool:
         if batches is None:
@@ -496,8 +536,8 @@ class Clock:
         self._counts = {each: self._counts[each] for each in self._members}
         self._admit(cut.joins)
         begun = dict.fromkeys(cut.samplers, Account()) | self._accounts
-        at_cut = {name: each.at_cut(cut.trainers, cut.joins) for name, each in begun.items()}
-        self._accounts, self._accounts_at_cut = dict(at_cut), at_cut
+        self._accounts = {name: self._at_cut(each, cut) for name, each in begun.items()}
+        self._accounts_at_cut = {n: each.without_leases() for n, each in self._accounts.items()}
         effects: list[Effect] = [Reached(cut, self._accounts_at_cut)]
         if cut.epoch is not None:
             self.epoch = cut.epoch
@@ -507,6 +547,11 @@ class Clock:
             if self._shard not in cut.awaited:  # it keeps nothing any more
                 self._counts, self._members, self._accounts = {}, set(), {}
         return effects
+
+    def _at_cut(self, account: Account, cut: Cut) -> Account:
+        if self._together:
+            return account.at_cut(cut.trainers, cut.joins)
+        return account if cut.epoch is None else account.free()
 
     def _admit(self, starts: Mapping[int, int]) -> None:
         for trainer, start in starts.items():

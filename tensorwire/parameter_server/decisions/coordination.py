@@ -351,10 +351,18 @@ class Coordinator(Publishing):
         """Counts the pushes of a trainer that all shards have, and returns how many these are."""
         haves = yield self._to_all(orders.Silence(number))
         end = keep = min((have for have in haves.values() if have is not None), default=0)
-        if self.view.is_together and None in {haves.get(each, 0) for each in self.view.active}:
-            keep = 0  # that shard was made without it, so nothing more of it was applied anywhere
+        if None in {haves.get(each, 0) for each in self.view.active}:
+            # that shard was made without it, so nothing more of it is applied anywhere
+            if self.view.is_together:
+                keep = 0
+            else:
+                self._line_up(lambda: self._forget(number))
         yield self._to_all(orders.Settle(number, keep))
         return end
+
+    def _forget(self, number: int) -> Steps:
+        """Counts no push of a lost trainer that was split by the map of now."""
+        yield self._to_all(orders.Settle(number, 0))
 
     def _without_gone(self, view: View) -> View:
         gone = [t.number for t in view.trainers if t.client in self._certainly_gone]

@@ -17,7 +17,7 @@ from tensorwire.parameter_server.decisions.clock import Push, Ready
 from tensorwire.parameter_server.decisions.leases import Renewal
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replication import Forward
-from tensorwire.parameter_server.decisions.samples import Account
+from tensorwire.parameter_server.decisions.samples import Account, LeaseAsked
 from tensorwire.parameter_server.decisions.views import Server
 
 # --- records besides pushes and orders
@@ -67,7 +67,7 @@ class After:
     record: Any
 
 
-Record = Push | orders.Order | Import | Exported | Assign | Renewal | After
+Record = Push | orders.Order | Import | Exported | Assign | Renewal | LeaseAsked | After
 
 # --- what is to be done
 

@@ -42,6 +42,7 @@ from tensorwire.parameter_server.decisions.records import (
     StartCopy,
 )
 from tensorwire.parameter_server.decisions.replication import Forward, Replication
+from tensorwire.parameter_server.decisions.samples import LeaseAsked
 from tensorwire.parameter_server.decisions.views import Server, Shard
 
 
@@ -177,6 +178,12 @@ class Replica:
         return self._gate.answer(
             call, None if account is None else Counted(account, self.clock.deals)
         )
+
+    def leased(self, asked: LeaseAsked, call: Any) -> list[Effect]:
+        """A trainer asks for batches of samples; answered once it is safe whose they are."""
+        if not self.is_head or not self.is_primed:
+            return [Respond(call, NotHead())]
+        return self._enter(asked, call)
 
     def told(self, heard: Heard, call: Any) -> list[Effect]:
         """Another shard tells how many pushes it has."""
@@ -345,6 +352,8 @@ class Replica:
             answer = self.clock.silence(record.trainer)
         elif isinstance(record, orders.Settle):
             moved = self.clock.settle(record.trainer, record.keep)
+        elif isinstance(record, LeaseAsked):
+            answer = self.clock.lease(record)
         elif isinstance(record, orders.Prime):
             effects, moved = self._prime(record)
         elif isinstance(record, Import):

@@ -6,13 +6,22 @@ everybody's pushes that is the same on every shard, and holds until other traine
 push says from which batches it came and of which deal they are; one of an earlier deal is not
 taken, as its batches have been given out again. So no batch can be taken twice, and what was given
 to a trainer that died or left is given to others by the next deal. Part of the clock (``clock``).
+
+Deals are for BSP. Under SSP and async, where trainers are at steps of their own, a trainer that has
+nothing left asks one shard, the *lessor*, for a run of batches: a *lease*. What a trainer had on
+lease and had not pushed when it was dismissed is free again. No batch is on lease twice, so none
+is pushed by two. Where rows move to other shards, and with them the part of the lessor, all leases
+end, and the deal's number rises: whatever is pushed of an ended lease is not taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
+
+LONGEST_LEASE: Final = 64
+"""Batches that are given out at a time, so that asking for them costs little of each step."""
 
 Ranges = tuple[tuple[int, int], ...]
 """A set of numbers: the first of each run and the one behind its last, in order, with gaps."""
@@ -20,8 +29,13 @@ Ranges = tuple[tuple[int, int], ...]
 
 def united(ranges: Ranges, numbers: Iterable[int]) -> Ranges:
     """The set with further numbers."""
+    return _joined(ranges, tuple((each, each + 1) for each in numbers))
+
+
+def _joined(*sets: Ranges) -> Ranges:
+    """All numbers of some sets."""
     found: list[tuple[int, int]] = []
-    for begin, end in sorted([*ranges, *((each, each + 1) for each in numbers)]):
+    for begin, end in sorted(each for ranges in sets for each in ranges):
         if found and begin <= found[-1][1]:
             found[-1] = found[-1][0], max(end, found[-1][1])
         else:
@@ -40,6 +54,18 @@ def gaps(ranges: Ranges, end: int) -> Iterator[tuple[int, int]]:
         last = behind
     if last < end:
         yield last, end
+
+
+def without(ranges: Ranges, numbers: Iterable[int]) -> Ranges:
+    """The set without some numbers."""
+    found = list(ranges)
+    for number in numbers:
+        for at, (begin, end) in enumerate(found):
+            if begin <= number < end:
+                parts = (begin, number), (number + 1, end)
+                found[at : at + 1] = [(a, b) for a, b in parts if a < b]
+                break
+    return tuple(found)
 
 
 def size(ranges: Ranges) -> int:
@@ -96,19 +122,87 @@ class Deal:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseAsked:
+    """A trainer asks for batches.
+
+    Args:
+        trainer: who asks.
+        sampler: of which sampler.
+        number: counts its requests; one that comes again is answered as before.
+        begin: of the batches from this one on,
+        end: to before this one.
+        pushes: that it has made.
+        is_first: it has nothing on lease, as far as it knows: what it has is free again.
+    """
+
+    trainer: int
+    sampler: str
+    number: int
+    begin: int
+    end: int
+    pushes: int = 0
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """The answer to :class:`LeaseAsked`.
+
+    Args:
+        begin: the first batch that is the asker's now,
+        end: and the one behind the last; the same if none is free.
+        deal: its number.
+        deals: of the clock.
+        time: pushes of the fastest trainer.
+        is_done: all that it asked of are part of the state.
+    """
+
+    begin: int
+    end: int
+    deal: int
+    deals: int
+    time: int
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NoLessor:
+    """The answer of a shard that gives no leases, or not yet: look again, and ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The batches that a trainer is to train.
+
+    Args:
+        trainer: who.
+        number: of its last request.
+        given: the answer to that: the first batch, and the one behind the last.
+        open: all batches that it was given and that are not part of the state.
+    """
+
+    trainer: int
+    number: int
+    given: tuple[int, int]
+    open: Ranges
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """The batches of one sampler that are part of a shard's state.
 
     Args:
         done: their numbers.
         deal: who is to train the others.
+        leases: likewise, under SSP and async; only the lessor knows.
     """
 
     done: Ranges = ()
     deal: Deal = field(default_factory=Deal)
+    leases: tuple[Lease, ...] = ()
 
     def encode(self) -> list[Any]:
-        """As a value of JSON."""
+        """As a value of JSON, without leases."""
         return [self.done, self.deal.number, self.deal.members, self.deal.done]
 
     @classmethod
@@ -159,3 +253,69 @@ class Account:
         numbers = [number for each in taken for number in each.numbers]
         after = replace(self, done=united(self.done, numbers)) if numbers else self
         return after if after.deal.members == tuple(sorted(members)) else after.dealt(members)
+
+    # --- leases
+
+    def lease(self, asked: LeaseAsked, trainers: int) -> tuple[Account, tuple[int, int]]:
+        """Gives a trainer a run of batches that are free.
+
+        Args:
+            asked: what it asks.
+            trainers: how many there are, who share what is left.
+
+        Returns:
+            The account with the lease, and the first batch and the one behind the last.
+        """
+        known = self._lease_of(asked.trainer)
+        if known is not None and known.number >= asked.number:
+            return self, known.given if known.number == asked.number else (0, 0)
+        before = self.forgetting(asked.trainer) if asked.is_first else self
+        given = before._free(asked.begin, asked.end, trainers)
+        held = () if known is None or asked.is_first else known.open
+        lease = Lease(asked.trainer, asked.number, given, united(held, range(*given)))
+        return before._with_lease(lease), given
+
+    def _lease_of(self, trainer: int) -> Lease | None:
+        return next((each for each in self.leases if each.trainer == trainer), None)
+
+    def _with_lease(self, lease: Lease) -> Account:
+        others = tuple(each for each in self.leases if each.trainer != lease.trainer)
+        return replace(self, leases=(*others, lease))
+
+    def _free(self, begin: int, end: int, trainers: int) -> tuple[int, int]:
+        """The next batches to be leased: fewer at a time, the fewer are left for each trainer."""
+        taken = _joined(self.done, *(each.open for each in self.leases))
+        free = [(max(first, begin), behind) for first, behind in gaps(taken, end) if behind > begin]
+        if not free:
+            return 0, 0
+        longest = max(1, min(LONGEST_LEASE, size(tuple(free)) // (2 * max(1, trainers))))
+        first, behind = free[0]
+        return first, min(behind, first + longest)
+
+    def is_done(self, begin: int, end: int) -> bool:
+        """True if all batches from ``begin`` to before ``end`` are part of the state."""
+        return all(behind <= begin for _, behind in gaps(self.done, end))
+
+    def forgetting(self, trainer: int) -> Account:
+        """What a trainer had on lease is free again."""
+        if self._lease_of(trainer) is None:
+            return self
+        return replace(self, leases=tuple(e for e in self.leases if e.trainer != trainer))
+
+    def trained(self, trainer: int, batches: Batches | None) -> Account:
+        """A push of a trainer was taken, under SSP or async."""
+        if batches is None:
+            return self
+        after = replace(self, done=united(self.done, batches.numbers))
+        lease = self._lease_of(trainer)
+        if lease is None:
+            return after
+        return after._with_lease(replace(lease, open=without(lease.open, batches.numbers)))
+
+    def free(self) -> Account:
+        """All leases end, and whatever is pushed of them is not taken any more."""
+        return Account(self.done, Deal(self.deal.number + 1))
+
+    def without_leases(self) -> Account:
+        """The same, as shards other than the lessor have it."""
+        return replace(self, leases=()) if self.leases else self

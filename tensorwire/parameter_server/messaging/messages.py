@@ -13,6 +13,7 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.records import Assign, Heard, Import
+from tensorwire.parameter_server.decisions.samples import LeaseAsked
 from tensorwire.parameter_server.decisions.views import Server
 from tensorwire.parameter_server.declarations.dense_spec import PieceData
 from tensorwire.parameter_server.declarations.wire import Packed
@@ -457,6 +458,14 @@ class AccountOf:
 
     shard: int
     sampler: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOf:
+    """A trainer asks for batches of samples; answered with ``Leased`` or ``NoLessor``."""
+
+    shard: int
+    asked: LeaseAsked
 
 
 @dataclass(frozen=True, slots=True)

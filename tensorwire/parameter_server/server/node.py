@@ -432,6 +432,13 @@ class Node:
         else:
             self.carry_out(message.shard, shard.replica.counted(message.sampler, call))
 
+    def _lease_of(self, call: Call, message: messages.LeaseOf) -> None:
+        shard = self.shards.get(message.shard)
+        if shard is None:
+            call.answer(NotHead())
+        else:
+            self.carry_out(message.shard, shard.replica.leased(message.asked, call))
+
     def _asking(self, call: Call, message: messages.Asking) -> None:
         self.coordinating.asked(call, message.what)
 
@@ -480,6 +487,7 @@ class Node:
         messages.Install: _install,
         messages.CountOf: _count_of,
         messages.AccountOf: _account_of,
+        messages.LeaseOf: _lease_of,
         messages.Asking: _asking,
         messages.See: _see,
         messages.LatestView: _latest_view,

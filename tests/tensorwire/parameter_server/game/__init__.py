@@ -10,22 +10,22 @@ shard has a real table and real dense parameters, which must agree with the list
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 from tests.tensorwire.parameter_server.game.cluster import Game
-from tests.tensorwire.parameter_server.game.plans import Broken, draw_plan_with_samples
+from tests.tensorwire.parameter_server.game.plans import Broken, Plan, draw_plan
 
 
-def check_game(seed: int, samples: bool = False) -> int:
+def check_game(seed: int, plan_of: Callable[[int], Plan] = draw_plan) -> int:
     """Plays the game of a seed; raises if a rule is broken.
 
     Args:
         seed: the seed.
-        samples: plays another game, in which trainers train the batches of a sampler.
+        plan_of: draws the plan of a seed.
     """
     if seed % 8 == 0:
         gc.collect()  # of tables of past games, each of which has a share of all addresses
     try:
-        plan = draw_plan_with_samples(seed) if samples else None
-        return Game(seed, plan).play()
+        return Game(seed, plan_of(seed)).play()
     except Exception as error:
         raise Broken(f"seed {seed}: {type(error).__name__}: {error}") from error

@@ -20,7 +20,7 @@ from tensorwire.parameter_server.decisions.tasks import (
 )
 from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.messaging.settings import settings_of
-from tests.tensorwire.parameter_server.game.plans import Broken, History, Plan, draw_plan
+from tests.tensorwire.parameter_server.game.plans import Broken, History, Plan
 from tests.tensorwire.parameter_server.game.processes import Process
 from tests.tensorwire.parameter_server.game.publisher import Publisher
 from tests.tensorwire.parameter_server.game.rules import Rules
@@ -34,9 +34,9 @@ SECONDS_PER_TURN = 0.01
 class Game:
     """One cluster from its start until all trainers are done."""
 
-    def __init__(self, seed: int, plan: Plan | None = None) -> None:
+    def __init__(self, seed: int, plan: Plan) -> None:
         self.random = random.Random(seed ^ 0x5EED)
-        self.plan = plan or draw_plan(seed)
+        self.plan = plan
         self.rules = Rules(self)
         slow = {"import": self.plan.slow_rows, "push": self.plan.slow_pushes}
         self.slow = {kind for kind, is_slow in slow.items() if is_slow}

@@ -87,7 +87,14 @@ def draw_plan(seed: int) -> Plan:
 
 
 def draw_plan_with_samples(seed: int) -> Plan:
-    """The plan of a seed in which the samples are counted."""
+    """The plan of a seed in which the samples are counted, under BSP."""
     r = random.Random(f"samples {seed}")
     plan = replace(draw_plan(seed), consistency=BSP(), batches=r.randint(1, 24))
     return replace(plan, trainers=r.randint(1, 3), trainer_kills=r.choice([0, 1, 2]))
+
+
+def draw_plan_with_leases(seed: int) -> Plan:
+    """The plan of a seed in which the samples are counted, under SSP or async."""
+    r = random.Random(f"leases {seed}")
+    consistency = r.choice([SSP(0), SSP(2), Async(), Async()])
+    return replace(draw_plan_with_samples(seed), consistency=consistency)

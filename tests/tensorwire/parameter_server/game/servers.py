@@ -359,6 +359,8 @@ class ServerProcess(Process):
             self.carry_out(shard, replica.pulled(pull, now))
         elif kind == "account":
             self.carry_out(shard, replica.counted(what[2], call))
+        elif kind == "lease":
+            self.carry_out(shard, replica.leased(what[2], call))
         elif kind == "import":
             self.carry_out(shard, replica.imported(what[2], call))
         elif kind == "ready":

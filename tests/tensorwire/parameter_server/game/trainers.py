@@ -13,6 +13,7 @@ from tensorwire.parameter_server.decisions.clock import (
     Refusal,
     Refused,
 )
+from tensorwire.parameter_server.decisions.consistency import BSP
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.records import Counted
 from tensorwire.parameter_server.decisions.samples import Account, Batches, gaps, size, united
@@ -21,15 +22,13 @@ from tensorwire.parameter_server.decisions.tasks import (
 )
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
+from tests.tensorwire.parameter_server.game.leasing import SAMPLER, Leasing
 from tests.tensorwire.parameter_server.game.loads import declared
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
 from tests.tensorwire.parameter_server.game.processes import Process
 
 if TYPE_CHECKING:
     from tests.tensorwire.parameter_server.game.cluster import Game
-
-
-SAMPLER = "samples"
 
 
 class TrainerProcess(Process):
@@ -54,6 +53,7 @@ class TrainerProcess(Process):
         self.account = Account()
         self.deals_known = -1
         self.deals_heard = 0
+        self.leasing = Leasing(self)
 
     def handle(self, sender: Server, number: int, what: Any) -> None:
         """It is asked if some are lost to it, too: it says so as soon as they are."""
@@ -123,6 +123,7 @@ class TrainerProcess(Process):
         self.wanted = None
         self.waiting = set()
         self.deals_known, self.deals_heard = -1, 0
+        self.leasing.forget()
         self.pull()
 
     # --- what it does
@@ -272,6 +273,9 @@ class TrainerProcess(Process):
 
     def train(self) -> None:
         """Pushes the next batches that are this trainer's, once it knows which these are."""
+        if not isinstance(self.game.plan.consistency, BSP):
+            self.leasing.train()
+            return
         knows = self.deals_heard == self.deals_known
         if not knows and self.deals_known >= 0 and self.game.random.random() < 0.2:
             self.game.late.add((self.number, self.next))  # it has not looked at what it heard

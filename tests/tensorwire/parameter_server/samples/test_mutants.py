@@ -7,6 +7,7 @@ taken (``decisions/test_samples``), an account that is told before it is safe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,11 @@ import pytest
 from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.samples import Account
 from tests.tensorwire.parameter_server.game import check_game, cluster
+from tests.tensorwire.parameter_server.game.plans import (
+    Plan,
+    draw_plan_with_leases,
+    draw_plan_with_samples,
+)
 
 _TURNS = 5_000
 """A game without mistakes is over long before."""
@@ -65,6 +71,42 @@ def _saves_the_account_as_it_is_now(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Clock, "accounts_at_cut", Clock.accounts)
 
 
+def _takes_pushes_that_some_shard_lacks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Clock, "_is_everywhere", lambda self, step: True)
+
+
+def _keeps_the_leases_of_the_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Account, "forgetting", lambda self, trainer: self)
+
+
+def _keeps_leases_when_rows_move(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Account, "free", lambda self: self)
+
+
+def _takes_pushes_of_leases_that_ended(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Account, "free", lambda self: Account(self.done, self.deal))
+
+
+def _leases_again_for_a_request_that_comes_again(patch: pytest.MonkeyPatch) -> None:
+    lease = Account.lease
+
+    def always(self: Any, asked: Any, trainers: int) -> Any:
+        leases = tuple(replace(each, number=-1) for each in self.leases)
+        return lease(replace(self, leases=leases), asked, trainers)
+
+    patch.setattr(Account, "lease", always)
+
+
+def _tells_who_begins_again_before_its_pushes_are_taken(patch: pytest.MonkeyPatch) -> None:
+    lease = Clock.lease
+    patch.setattr(Clock, "lease", lambda self, asked: lease(self, replace(asked, pushes=0)))
+
+
+def _forgets_nothing_for_who_begins_again(patch: pytest.MonkeyPatch) -> None:
+    lease = Clock.lease
+    patch.setattr(Clock, "lease", lambda self, asked: lease(self, replace(asked, is_first=False)))
+
+
 _FIRST = {
     _takes_batches_that_were_given_out_again: 21,
     _gives_nothing_out_again: 0,
@@ -76,15 +118,29 @@ _FIRST = {
 }
 """The seed to begin with, as few games find some of them."""
 
+_FIRST_ON_LEASE = {
+    _takes_pushes_that_some_shard_lacks: 13,
+    _keeps_the_leases_of_the_lost: 4,
+    _keeps_leases_when_rows_move: 28,
+    _takes_pushes_of_leases_that_ended: 28,
+    _takes_batches_that_were_given_out_again: 28,
+    _leases_again_for_a_request_that_comes_again: 20,
+    _tells_who_begins_again_before_its_pushes_are_taken: 24,
+    _forgets_nothing_for_who_begins_again: 9,
+}
+"""The same in games under SSP and async."""
 
-def seed_that_finds(mutate: Any, seeds: int) -> int | None:
+
+def seed_that_finds(
+    mutate: Any, seeds: range, plan_of: Callable[[int], Plan] = draw_plan_with_samples
+) -> int | None:
     """The seed of the first game that a mistake does not survive; None if it survives all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "PATIENCE", _TURNS)
         mutate(patch)
-        for seed in range(_FIRST[mutate], _FIRST[mutate] + seeds):
+        for seed in seeds:
             try:
-                check_game(seed, samples=True)
+                check_game(seed, plan_of)
             except Exception:
                 return seed
     return None
@@ -92,4 +148,11 @@ def seed_that_finds(mutate: Any, seeds: int) -> int | None:
 
 @pytest.mark.parametrize("mutate", list(_FIRST), ids=lambda each: each.__name__.strip("_"))
 def test_the_game_finds_a_mistake_in_the_account(mutate: Any) -> None:
-    assert seed_that_finds(mutate, 40) is not None
+    first = _FIRST[mutate]
+    assert seed_that_finds(mutate, range(first, first + 40)) is not None
+
+
+@pytest.mark.parametrize("mutate", list(_FIRST_ON_LEASE), ids=lambda each: each.__name__.strip("_"))
+def test_the_game_finds_a_mistake_in_leases(mutate: Any) -> None:
+    first = _FIRST_ON_LEASE[mutate]
+    assert seed_that_finds(mutate, range(first, first + 40), draw_plan_with_leases) is not None

@@ -1,0 +1,123 @@
+"""A trainer in a game under SSP or async: trains the batches that it has on lease."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tensorwire.parameter_server.decisions.clock import PushKind
+from tensorwire.parameter_server.decisions.consistency import Async
+from tensorwire.parameter_server.decisions.samples import Batches, LeaseAsked, Leased
+
+if TYPE_CHECKING:
+    from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
+
+SAMPLER = "samples"
+_UNKNOWN = -1
+
+
+class Leasing:
+    """The batches that one trainer may train.
+
+    Args:
+        trainer: whose.
+    """
+
+    def __init__(self, trainer: TrainerProcess) -> None:
+        self._trainer = trainer
+        self._game = trainer.game
+        self._batches: list[int] = []
+        self._deal = _UNKNOWN
+        self._deals = _UNKNOWN
+        self._asked = 0
+
+    def forget(self) -> None:
+        """Nothing that it was given is its own any more."""
+        if self._deal != _UNKNOWN:
+            self._game.late |= {
+                key for key, batches in self._game.batches.items()
+                if key[0] == self._trainer.number and batches and batches.deal == self._deal
+            }  # fmt: skip
+        self._batches, self._deal, self._deals = [], _UNKNOWN, _UNKNOWN
+
+    def train(self) -> None:
+        """Pushes what is next, or asks for more; may forget what it was given, as a loop does."""
+        trainer, dice = self._trainer, self._game.random
+        if self._deals not in (_UNKNOWN, trainer.deals_heard) and dice.random() < 0.9:
+            self.forget()  # else it has not looked at what it heard
+        if dice.random() < 0.03:
+            self._batches, self._deal, self._deals = [], _UNKNOWN, _UNKNOWN
+        if self._batches:
+            few = self._batches[: dice.choice([1, 1, 1, 2])]
+            del self._batches[: len(few)]
+            kind = PushKind.SKIP if dice.random() < 0.1 else PushKind.UPDATE
+            self._push(kind, Batches(SAMPLER, self._deal, tuple(few)))
+        else:
+            self._ask()
+
+    def _push(self, kind: PushKind, batches: Batches | None) -> None:
+        trainer = self._trainer
+        self._game.batches[trainer.number, trainer.next] = batches
+        trainer.push(trainer.next, kind)
+        trainer.next += 1
+        if kind is PushKind.FINISH:
+            trainer.phase = "finish"
+        else:
+            trainer.pull()
+
+    def _ask(self) -> None:
+        trainer, at = self._trainer, self._place()
+        assert trainer.view is not None
+        shard = trainer.view.shard(trainer.view.active[0])
+        self._asked += 1
+        asked = LeaseAsked(
+            trainer.number, SAMPLER, self._asked, 0, self._game.plan.batches, trainer.next,
+            self._deal == _UNKNOWN,
+        )  # fmt: skip
+
+        def answered(answer: Any) -> None:
+            if at != self._place() or trainer.phase != "work" or asked.number != self._asked:
+                return
+            if isinstance(answer, Leased):
+                self._take(asked, answer)
+            else:
+                self._game.later(trainer, again)
+
+        def again() -> None:
+            trainer.look()
+            if at == self._place() and trainer.phase == "work" and asked.number == self._asked:
+                if self._game.random.random() < 0.5 and shard is not None and shard.chain:
+                    trainer.call(shard.head, ("lease", shard.number, asked), answered)
+                else:
+                    self._ask()
+
+        if shard is None or not shard.chain:
+            self._game.later(trainer, again)
+        else:
+            trainer.call(shard.head, ("lease", shard.number, asked), answered)
+
+    def _place(self) -> tuple[int, int]:
+        return self._trainer.generation, self._trainer.next
+
+    def _take(self, asked: LeaseAsked, answer: Leased) -> None:
+        if self._deal not in (_UNKNOWN, answer.deal):
+            self.forget()
+            self._ask()
+            return
+        self._deal, self._deals = answer.deal, max(answer.deals, self._trainer.deals_heard)
+        self._trainer.deals_heard = self._deals
+        self._batches = list(range(answer.begin, answer.end))
+        is_behind = self._trainer.next < answer.time
+        if answer.is_done:
+            self._push(PushKind.FINISH, None)
+        elif self._batches:
+            self.train()
+        elif not is_behind or isinstance(self._game.plan.consistency, Async):
+            self._game.later(self._trainer, self._wait)
+        else:
+            self._push(PushKind.SKIP, None)
+
+    def _wait(self) -> None:
+        """Others train what is left."""
+        self._trainer.look()
+        if self._trainer.phase == "work" and self._trainer.wanted is None and not self._batches:
+            self._ask()
