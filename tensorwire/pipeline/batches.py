@@ -18,8 +18,11 @@ import torch
 
 from tensorwire import checkpoint
 from tensorwire.pipeline.backups.coordinator import Kind
+from tensorwire.pipeline.backups.driver_state import OWN
+from tensorwire.pipeline.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
+    from tensorwire.pipeline.optimizer import PipelineOptimizer
     from tensorwire.pipeline.pipeline import Pipeline
 
 _logger: Final = logging.getLogger("tensorwire")
@@ -87,14 +90,20 @@ class Loop:
         self._pipeline = pipeline
         self._number = number
         self._loader = loader
-        self._state = dict(state)
+        self._given = dict(state)
         self._folder = None if folder is None else Path(folder)
         self._every = every
         self._keep = keep
         self._generator: torch.Tensor | None = None
 
     def run(self) -> Iterator[Any]:
-        """Yields the batches that are not done yet."""
+        """Yields the batches that are not done yet.
+
+        Raises:
+            ValueError: a scheduler has no state in the place that is kept.
+        """
+        if self._pipeline.driver.is_named or self._folder is not None:
+            _require_schedulers(self._pipeline.optimizers.values(), self._state)
         place = self._begin()
         if place is not None and place.loop > self._number:
             return
@@ -111,6 +120,13 @@ class Loop:
             done += 1
             if self._every is not None and done % self._every == 0:
                 self._save(done)
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        """What has its state in this process, by name; the pipeline's scalers also if not told."""
+        given = list(map(id, self._given.values()))
+        own = self._pipeline.driver.places.own().items()
+        return {**self._given, **{name: each for name, each in own if id(each) not in given}}
 
     def _begin(self) -> Place | None:
         """The place that an earlier life of the driver, or a checkpoint, left."""
@@ -134,9 +150,10 @@ class Loop:
         """Gives everything the state that it had; returns how many batches are done."""
         if place.loop < self._number:
             return 0
+        state = self._state
         for name, saved in place.states.items():
-            if name in self._state:
-                self._state[name].load_state_dict(saved)
+            if name in state:
+                state[name].load_state_dict(saved)
         for key, optimizer in self._pipeline.optimizers.items():
             if key in place.groups:
                 optimizer.take_groups(place.groups[key])
@@ -201,7 +218,7 @@ def require_loop(
                 f"state={{{name!r}: ...}} is a {type(each).__name__}, which has no state_dict and "
                 "load_state_dict"
             )
-        if name in ("pipeline", _PLACE) or name.startswith("optimizer"):
+        if name in ("pipeline", _PLACE) or name.startswith(("optimizer", OWN)):
             raise ValueError(f"state={{{name!r}: ...}}: the loop itself uses this name")
     if (folder is None) != (every is None):
         raise ValueError(f"folder={folder!r} and every={every!r} are given together, or neither")
@@ -209,6 +226,24 @@ def require_loop(
         raise ValueError(f"every={every!r} must be a positive integer: batches")
     if keep is not None and folder is None:
         raise ValueError(f"keep={keep!r} needs folder= and every=")
+
+
+def _require_schedulers(optimizers: Iterable[PipelineOptimizer], state: Mapping[str, Any]) -> None:
+    """Checks that what changes the hyperparameters is in ``state``, where it seems that any does.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if any(not isinstance(each, GradScaler) for each in state.values()):
+        return
+    for optimizer in optimizers:
+        # Schedulers note the rate that they began with.
+        if any("initial_lr" in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"state={dict(state)!r} has no scheduler, but one changes the learning rate of "
+                f'optimizer {optimizer.key!r}: give state={{"scheduler": scheduler}}, so that '
+                "it goes on where it was"
+            )
 
 
 def _unpacked(place: bytes) -> Place:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class GradScaler:
     """As ``torch.amp.GradScaler``, for a pipeline.
 
+    :meth:`Pipeline.batches` keeps its state with the place in the data, in checkpoints and in
+    backups.
+
     Args:
         pipeline: whose gradients are scaled.
         init_scale: the first scale.
@@ -56,6 +59,7 @@ class GradScaler:
         self._growth_interval = growth_interval
         self._growth_tracker = 0
         self._found_inf: bool | None = None
+        pipeline.driver.places.add(self)
 
     def get_scale(self) -> float:
         """The scale for the next ``train_step``."""

@@ -352,8 +352,8 @@ class Pipeline:
 
         Args:
             loader: yields batches. Pairs get the names ``x`` and ``y``.
-            state: what has its state in this process and goes with the place, by name: schedulers,
-                a scaler. The pipeline's optimizers are kept anyway.
+            state: what has its state in this process and goes with the place, by name, such as
+                schedulers. The pipeline's optimizers and scalers are kept anyway.
             folder: of checkpoints.
             every: how many batches lie between two of them.
             keep: how many of them stay. None: all.
@@ -362,7 +362,8 @@ class Pipeline:
         Raises:
             ImportError: tqdm is not installed.
             TypeError: an object in ``state`` has no state.
-            ValueError: arguments do not go together.
+            ValueError: arguments do not go together, or where the place is kept, in checkpoints or
+                under a name, a scheduler is not in ``state``.
 
         Example::
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from dataclasses import dataclass
+from typing import Final
+
+from tensorwire.checkpoint import Stateful
+
+OWN: Final = "pipeline's "
+"""How the names of states begin that a pipeline's scalers have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,20 @@ class DriverPlaces:
         self.now: bytes = b""
         self._loops = 0
         self._left: bytes | None = None
+        self._made = 0
+        self._own: weakref.WeakValueDictionary[str, Stateful] = weakref.WeakValueDictionary()
+
+    def add(self, made: Stateful) -> None:
+        """Has the state of something that belongs to the pipeline go with its place.
+
+        It is known by how many there were before, which is the same in each life of the driver.
+        """
+        self._own[f"{OWN}{self._made}"] = made
+        self._made += 1
+
+    def own(self) -> dict[str, Stateful]:
+        """What was added, by the names of its states."""
+        return dict(self._own)
 
     def next_loop(self) -> int:
         """Numbers a loop."""

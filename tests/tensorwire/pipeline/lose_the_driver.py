@@ -17,7 +17,7 @@ from torch import nn
 
 import rpc
 from remote_module import RemoteModule
-from tensorwire.pipeline import Pipeline
+from tensorwire.pipeline import GradScaler, Pipeline
 
 _STEPS, _KILLED = 12, 7
 
@@ -26,17 +26,22 @@ def _train(name: str, lines: Path, mark: Path | None) -> None:
     stages = [RemoteModule(f"stage:{n}", nn.Linear, (4, 4), seed=n) for n in range(2)]
     pipe = Pipeline(stages, "1f1b", 2, nn.MSELoss(), seed=5, backups=1, name=name)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    scaler = GradScaler(pipe, 3.0, 1.5, growth_interval=3)  # which rounds, so its state shows
     generator = torch.Generator().manual_seed(1)
     data = [tuple(torch.rand(2, 8, 4, generator=generator)) for _ in range(_STEPS)]
     with lines.open("a") as file:
-        for batch in pipe.batches(data):
+        for batch in pipe.batches(data, state={"scheduler": scheduler}):
             if mark is not None and pipe.steps == _KILLED and not mark.exists():
                 mark.touch()
                 threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            step, loss = pipe.steps, pipe.train_step(batch.x, target=batch.y).item()
-            optimizer.step()
+            step, scale = pipe.steps, scaler.get_scale()
+            loss = pipe.train_step(batch.x, target=batch.y, scale=scale).item()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
-            print(step, loss, file=file, flush=True)
+            scheduler.step()
+            print(step, f"{loss}/{scale}/{scheduler.get_last_lr()}", file=file, flush=True)
     pipe.close()
 
 

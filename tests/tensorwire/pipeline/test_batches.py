@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rpc.testing import MemoryHub
 from tensorwire import checkpoint
-from tensorwire.pipeline import Batch, Pipeline
+from tensorwire.pipeline import Batch, GradScaler, Pipeline
 from tests.tensorwire.pipeline.reference import group, place
 
 
@@ -59,11 +59,14 @@ def _train(pipe: Pipeline, loader: Any, stop: int = 99, **options: Any) -> list[
     """Two loops over a loader, or as many steps as are said."""
     optimizer = pipe.optimizer(torch.optim.Adam, lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    scaler = GradScaler(pipe, 3.0, 1.5, growth_interval=2)  # which rounds, so its state shows
     losses = []
     for _ in range(2):
         for batch in pipe.batches(loader, state={"scheduler": scheduler}, **options):
-            losses.append(pipe.train_step(batch.x, target=batch.y).item())
-            optimizer.step()
+            scale = scaler.get_scale()
+            losses.append(pipe.train_step(batch.x, target=batch.y, scale=scale).item())
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             scheduler.step()
             if len(losses) == stop:
@@ -139,3 +142,14 @@ def test_arguments_of_a_loop_that_cannot_be_right_are_named() -> None:
         ]:  # fmt: skip
             with pytest.raises(error, match=message):
                 pipe.batches([], **arguments)  # type: ignore[arg-type]
+
+
+def test_a_scheduler_that_would_be_forgotten_is_missed(tmp_path: Path) -> None:
+    with group("a", "b"):
+        pipe = _pipeline()
+        scheduler = torch.optim.lr_scheduler.StepLR(pipe.optimizer(torch.optim.SGD, lr=0.1), 2)
+        assert next(pipe.batches([1])) == 1  # no place is kept
+        with pytest.raises(ValueError, match=r"no scheduler.*of optimizer '0'"):
+            next(pipe.batches([1], folder=tmp_path, every=1))
+        state = {"scheduler": scheduler}
+        assert next(pipe.batches([1], state=state, folder=tmp_path, every=1)) == 1
