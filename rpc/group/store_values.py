@@ -426,14 +426,14 @@ class Store:
     def _say_it_is_full(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            does = (
-                "gives up what members of the group did not write"
-                if self._keys
-                else "refuses more, as without a group_key it cannot know whose values to keep"
-            )
-            self._warn(
-                f"the group's store is full: it has {self._stored.most >> 20} MiB, and {does}"
-            )
+            if self._keys:
+                does = "gives up what members of the group did not write"
+            elif self._is_part:
+                does = "refuses more; the values of its members are in the other part"
+            else:
+                does = "refuses more, as without a group_key it cannot know whose values to keep"
+            part = "open part of the group's store" if self._is_part else "group's store"
+            self._warn(f"the {part} is full: it has {self._stored.most >> 20} MiB, and {does}")
 
     def _drop_strangers(self, enough: int) -> None:
         for key in reversed(list(self._values)):

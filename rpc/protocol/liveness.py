@@ -119,6 +119,8 @@ class Evidence(enum.Enum):
 
     CLOSED = enum.auto()
     """A connection broke."""
+    REFUSED = enum.auto()
+    """The other worker answered that it has declared this one lost."""
     SILENT = enum.auto()
     TOLD = enum.auto()
     """Another worker said so."""
@@ -142,6 +144,8 @@ class Suspicion:
         if evidence is Evidence.TOLD:
             return 0.0
         self._lost.append(now)
+        if evidence is Evidence.REFUSED:  # the other speaks first, if it is not cut off itself
+            return self._bound * 3 / 2
         if evidence is Evidence.SILENT or self._me < worker:
             return self._bound / 10
         return self._bound

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from rpc.devices import local_device_info
-from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
+from rpc.errors import NO_MEMBER, AgentClosedError, RpcError, UnknownWorkerError
 from rpc.ids import Life
 from rpc.runtime import signals as interrupts
 from rpc.runtime.executor import SECONDS_TO_END
@@ -250,7 +250,7 @@ class TensorWireTransport:
         if self._closed:
             authenticated.reject("this worker is shutting down")
         elif initiator.incarnation <= self._past.get(initiator.worker_id, -1):
-            authenticated.reject("this life of the worker is no member any more")
+            authenticated.reject(NO_MEMBER)
         elif peer is None or peer.incarnation < initiator.incarnation:
             acceptor = self.running().acceptor
             acceptor.keep(authenticated)

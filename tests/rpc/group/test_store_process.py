@@ -54,11 +54,13 @@ def replied(value: bytes) -> bytes:
 class Played:
     """A store without sockets."""
 
-    def __init__(self, stored: int = 1 << 20, under_way: int = 1 << 20) -> None:
+    def __init__(
+        self, stored: int = 1 << 20, under_way: int = 1 << 20, is_part: bool = False
+    ) -> None:
         self.stored, self.under_way = Room(stored), Room(under_way)
         self.closed: list[Client] = []
         self.warnings: list[str] = []
-        self.store = Store(self.stored, self.under_way, self.close, self.warnings.append)
+        self.store = Store(self.stored, self.under_way, self.close, self.warnings.append, is_part)
 
     def close(self, client: Client) -> None:
         self.closed.append(client)
@@ -150,8 +152,18 @@ def test_a_barrier_lets_all_pass_when_the_last_has_come() -> None:
 # --- What it never holds more of
 
 
-def test_a_store_that_is_full_refuses_more_and_says_so_once() -> None:
-    played = Played(stored=100_000)
+@pytest.mark.parametrize(
+    ("is_part", "why"),
+    [
+        (
+            False,
+            "the group's store is full: it has 0 MiB, and refuses more, as without a group_key",
+        ),
+        (True, "the open part of the group's store is full: it has 0 MiB, and refuses more; the "),
+    ],
+)
+def test_a_store_that_is_full_refuses_more_and_says_so_once(is_part: bool, why: str) -> None:
+    played = Played(stored=100_000, is_part=is_part)
     client = played.client()
     played.ask(client, request(SET, b"/first", b"kept"))
     for number in range(300):
@@ -164,7 +176,7 @@ def test_a_store_that_is_full_refuses_more_and_says_so_once() -> None:
         assert played.stored.taken <= 100_000
     assert played.ask(client, request(GET, b"/first")) == replied(b"kept")
     assert len(played.warnings) == 1
-    assert "refuses more" in played.warnings[0]
+    assert played.warnings[0].startswith(why)
 
 
 def test_with_a_key_it_gives_up_what_strangers_wrote_and_nothing_else() -> None:

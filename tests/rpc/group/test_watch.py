@@ -14,6 +14,7 @@ import pytest
 import rpc
 from rpc import MembershipChange, MembershipEvent, WorkerLeftError, WorkerLostError
 from rpc.agent import Agent, AgentOptions
+from rpc.errors import NO_MEMBER
 from rpc.group.member_list import Departure, End
 from rpc.group.members import Group as Members
 from rpc.group.watch import Watch
@@ -268,6 +269,21 @@ class TestWhoseWordCounts:
             group.step()
         assert carol.watch.verdict() is None
         assert group.names("carol") == ["alice", "carol", "dave"]
+
+    def test_who_is_refused_lets_who_refuses_it_speak_first(self, group: Group) -> None:
+        """Alice slept, wakes, and hears from dave that he has declared her lost."""
+        alice, dave = group["alice"], group["dave"]
+        alice.inbound.peer_lost(dave.life, f"its connection broke, and it says: {NO_MEMBER}")
+        dave.inbound.peer_lost(alice.life, "its connection broke")
+        group.pass_time(lambda: "alice" not in group.names("carol"))
+        for _ in range(150):
+            group.step()
+        assert group.names("carol") == group.names("bob") == ["bob", "carol", "dave"]
+
+    def test_who_refuses_and_tells_nobody_why_is_declared_lost(self, group: Group) -> None:
+        alice, dave = group["alice"], group["dave"]
+        alice.inbound.peer_lost(dave.life, f"its connection broke, and it says: {NO_MEMBER}")
+        group.pass_time(lambda: "dave" not in group.names("carol"))
 
     def test_one_that_has_nobody_left_believes_it(self, group: Group) -> None:
         carol, bob = group["carol"], group["bob"]

@@ -158,6 +158,11 @@ class TestSuspicion:
         assert Suspicion(1, BOUND).delay(2, Evidence.CLOSED, 0) == 1
         assert Suspicion(2, BOUND).delay(1, Evidence.CLOSED, 0) == 10
 
+    def test_who_is_refused_speaks_after_who_refuses_whatever_that_ones_evidence_was(self) -> None:
+        mine = Suspicion(0, BOUND).delay(1, Evidence.REFUSED, 0)
+        assert mine > Suspicion(1, BOUND).delay(0, Evidence.SILENT, 0)
+        assert mine > Suspicion(1, BOUND).delay(0, Evidence.CLOSED, 0)
+
     def test_what_another_said_is_passed_on_at_once(self) -> None:
         suspicion = Suspicion(1, BOUND)
         assert [suspicion.delay(2, Evidence.TOLD, 0) for _ in range(9)] == [0] * 9
