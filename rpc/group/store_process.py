@@ -59,7 +59,7 @@ else:  # run by its path
 MOST_CONNECTIONS = 8192
 
 _MOST_AT_ONCE = 64
-_CHUNK_OF_STRANGERS = 1 << 14
+_CHUNK_OF_STRANGERS = 1 << 12
 """Bytes read at once from a client of the open part, if there is a closed one."""
 _MOST_UNKNOWN = 128
 """Bytes read at once from a connection that has not shown what it is."""

@@ -49,7 +49,7 @@ class RefusedError(Exception):
     """A client asks for what it cannot have: its connection is closed."""
 
 
-def to_be_signed(name: bytes, value: bytes) -> bytes:
+def to_be_signed(name: bytes, value: "bytes | bytearray") -> bytes:
     """The bytes over which a member's proof for a value is made."""
     return len(name).to_bytes(4, "little") + name + value
 
@@ -124,7 +124,7 @@ class Store:
         self._under_way = under_way
         self._close = close
         self._warn = warn
-        self._values: dict[bytes, bytes] = {}
+        self._values: dict[bytes, bytes | bytearray] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waiting: dict[bytes, dict[Client, None]] = {}
         self._keys: list[bytes] = []
@@ -230,7 +230,7 @@ class Store:
             self._under_way.taken -= size
             client.taken -= size
 
-    def _reply(self, client: Client, *parts: bytes) -> None:
+    def _reply(self, client: Client, *parts: "bytes | bytearray") -> None:
         reply = b"".join(parts)
         self._take(client, len(reply))
         client.replies += reply
@@ -308,8 +308,7 @@ class Store:
 
     def _append(self, client: Client) -> "Reading":
         key = yield from self._bytes(client)
-        more = yield from self._bytes(client)
-        self._put(key, self._values.get(key, b"") + more)
+        self._extend(key, (yield from self._bytes(client)))
 
     def _multi_get(self, client: Client) -> "Reading":
         for key in (yield from self._several(client)):
@@ -389,11 +388,11 @@ class Store:
         self._store(key, b"%d" % count)
         return count
 
-    def _put(self, key: bytes, value: bytes) -> None:
+    def _put(self, key: bytes, value: "bytes | bytearray") -> None:
         self._store(key, value)
         self._wake_all(key)
 
-    def _store(self, key: bytes, value: bytes) -> None:
+    def _store(self, key: bytes, value: "bytes | bytearray") -> None:
         if len(value) > MOST_VALUE:
             raise RefusedError
         before = self._values.get(key)
@@ -403,6 +402,22 @@ class Store:
             more = _size(key, value)  # it was given up meanwhile
         self._values[key] = value
         self._stored.taken += more
+
+    def _extend(self, key: bytes, more: bytes) -> None:
+        """Appends in place: a copy each time would let a stranger keep the process busy."""
+        before = self._values.get(key, b"")
+        if len(before) + len(more) > MOST_VALUE:
+            raise RefusedError
+        if key in self._values:
+            self._make_room(len(more))
+        if key not in self._values:  # or it was given up meanwhile
+            self._put(key, before + more)
+            return
+        grown = before if isinstance(before, bytearray) else bytearray(before)
+        grown += more
+        self._values[key] = grown
+        self._stored.taken += len(more)
+        self._wake_all(key)
 
     def _drop(self, key: bytes) -> None:
         value = self._values.pop(key, None)
@@ -442,7 +457,7 @@ class Store:
             if not self._is_members(key, self._values[key]):
                 self._drop(key)
 
-    def _is_members(self, key: bytes, value: bytes) -> bool:
+    def _is_members(self, key: bytes, value: "bytes | bytearray") -> bool:
         from _hashlib import hmac_digest
 
         head, signed = value[:HEAD_BYTES], to_be_signed(key[1:], value[HEAD_BYTES:])
@@ -487,5 +502,5 @@ class Store:
             del self._waiting[key]
 
 
-def _size(key: bytes, value: bytes) -> int:
+def _size(key: bytes, value: "bytes | bytearray") -> int:
     return len(key) + len(value) + _PER_ENTRY

@@ -179,6 +179,21 @@ def test_a_store_that_is_full_refuses_more_and_says_so_once(is_part: bool, why: 
     assert played.warnings[0].startswith(why)
 
 
+def test_what_is_appended_to_a_long_value_is_not_a_copy_of_it() -> None:
+    """A client that appends a byte again and again would else keep the process from others."""
+    played = Played()
+    client = played.client()
+    played.ask(client, request(SET, b"/long", b"x" * 1000))
+    played.ask(client, request(APPEND, b"/long", b"y"))
+    value = played.store._values[b"/long"]
+    played.ask(client, *[request(APPEND, b"/long", b"z")] * 100)
+    assert played.store._values[b"/long"] is value
+    assert played.ask(client, request(GET, b"/long")) == replied(b"x" * 1000 + b"y" + b"z" * 100)
+    assert played.stored.taken == len(b"/long") + 1101 + 256
+    played.ask(client, request(SET, b"/long", b""))
+    assert played.stored.taken == len(b"/long") + 256
+
+
 def test_with_a_key_it_gives_up_what_strangers_wrote_and_nothing_else() -> None:
     played, written = Played(stored=100_000), HashStore()
     played.store.trust(signing_key(KEY))
