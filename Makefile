@@ -10,6 +10,8 @@
 #   make soak     does memory stay flat over a million calls? five minutes   (ARGS="--help")
 #   make chaos    a job whose workers are killed, stopped and cut off, six minutes
 #                 (make chaos ARGS="--backend TENSORWIRE --tls --seconds 60"; --help says what else)
+#   make attack   a job under the constant traffic of somebody without its key, ten minutes
+#                 (ARGS="--standalone --seconds 60"; --help says what else)
 #   make kills    the tests that kill processes at random moments, up to fifty times each instead of
 #                 three, what takes long to be seen alive or dead, at full length, and a report
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
@@ -125,6 +127,10 @@ soak: $(READY)
 
 chaos: $(READY)
 	@$(RUN) -m chaos $(ARGS)
+
+.PHONY: attack
+attack: $(READY)
+	@$(RUN) -m chaos.attack $(ARGS)
 
 conformance: $(READY)
 	@$(RUN) tests/conformance $(or $(ARGS),torch tensorpipe tensorwire --table --report)

@@ -91,7 +91,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that takes ``kill_seed`` as often as was said, with another seed each time.
 
     ``@pytest.mark.kills(20)`` says that twenty times are enough, and ``usual=1`` that one is
-    elsewhere than under ``make kills``.
+    elsewhere than under ``make kills``, ``usual=0`` that none is.
     """
     if "kill_seed" in metafunc.fixturenames:
         asked = times = metafunc.config.getoption("--kills")
