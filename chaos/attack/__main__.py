@@ -30,8 +30,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos.attack", description=about)
     add = parser.add_argument
     add("--seconds", type=float, default=600.0, help="how long (%(default)s)")
-    add("--standalone", action="store_true", help="a job on its own, which makes its key, over Unix "
-        "sockets (one with a key file and a port that is known, over TCP)")  # fmt: skip
+    add("--standalone", action="store_true", help="a job on its own, which makes its key, over "
+        "Unix sockets (one with a key file and a port that is known, over TCP)")  # fmt: skip
     add("--kill-every", type=float, default=60.0, help="seconds after which a server is killed, so "
         "that somebody joins meanwhile; 0 for never (%(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of what is done when (%(default)s)")

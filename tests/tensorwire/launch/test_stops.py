@@ -29,10 +29,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("process_server"),
     pytest.mark.xdist_group("launch"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
-_SECONDS = 120.0
+_SECONDS = 200.0
 _STEP = 10
 """The step at which a process is stopped, or a machine cut off."""
 
