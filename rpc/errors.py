@@ -33,7 +33,7 @@ NOBODY_LISTENS: Final = "nobody listens at its address any more"
 ANOTHER_ANSWERS: Final = "what answers at its address says: "
 """The words in which a loss is reported; what follows the second may be a stranger's."""
 NO_MEMBER: Final = "this life of the worker is no member any more"
-"""The answer of a worker to one that it has declared lost."""
+"""The answer of a worker to one that it has declared lost, if it comes before the words above."""
 
 
 class RpcError(RuntimeError):

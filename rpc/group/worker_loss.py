@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from rpc.errors import NO_MEMBER, WorkerLeftError, WorkerLostError
+from rpc.errors import ANOTHER_ANSWERS, NO_MEMBER, WorkerLeftError, WorkerLostError
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.group.loss_reports import LossReports
 from rpc.group.member_list import Departure, End
@@ -73,7 +73,8 @@ class WorkerLoss:
         verdict = agent.why_expelled()
         if verdict is not None:
             self.expelled(verdict)
-        self.declare(life, reason, Evidence.REFUSED if NO_MEMBER in reason else Evidence.CLOSED)
+        is_refused = NO_MEMBER in reason.partition(ANOTHER_ANSWERS)[0]
+        self.declare(life, reason, Evidence.REFUSED if is_refused else Evidence.CLOSED)
 
     def told(self, life: Life, reason: str) -> None:
         """Another worker says that a life is over."""

@@ -33,6 +33,7 @@ from rpc.transports.tensorwire.handshake import (
     Hello,
     Identity,
     Initiator,
+    RefusedError,
     derive_key,
 )
 from rpc.transports.tensorwire.tls import Certificates, is_for, wrong_name
@@ -291,6 +292,8 @@ class Connector:
             return self._open_one(endpoint, hello)
         except ConnectionRefusedError:
             raise GoneError(NOBODY_LISTENS) from None
+        except RefusedError as error:
+            raise GoneError(f"it answers: {error}") from None
         except HandshakeError as error:
             raise GoneError(f"{ANOTHER_ANSWERS}{error}") from None
         finally:

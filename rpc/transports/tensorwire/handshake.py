@@ -42,6 +42,10 @@ class HandshakeError(FrameError):
     """The other end is not who it should be, or does not speak our language."""
 
 
+class RefusedError(HandshakeError):
+    """The other end, which holds the group's key, does not want the connection."""
+
+
 class ChannelKind(enum.IntEnum):
     """Purposes of a connection."""
 
@@ -212,7 +216,8 @@ class Initiator(_Conversation):
         if message is _Message.CHALLENGE:
             return self._answer(body)
         if message is _Message.REJECT:
-            raise HandshakeError(f"refused: {body.decode(errors='replace')}")
+            why = f"refused: {body.decode(errors='replace')}"
+            raise HandshakeError(why) if self._proof_due else RefusedError(why)
         if message is not _Message.ACCEPT or self._proof_due:
             raise HandshakeError(f"unexpected {message.name} in a handshake")
         if len(body) != _RECEIVED.size:

@@ -14,7 +14,7 @@ import pytest
 import rpc
 from rpc import MembershipChange, MembershipEvent, WorkerLeftError, WorkerLostError
 from rpc.agent import Agent, AgentOptions
-from rpc.errors import NO_MEMBER
+from rpc.errors import ANOTHER_ANSWERS, NO_MEMBER
 from rpc.group.member_list import Departure, End
 from rpc.group.members import Group as Members
 from rpc.group.watch import Watch
@@ -279,6 +279,14 @@ class TestWhoseWordCounts:
         for _ in range(150):
             group.step()
         assert group.names("carol") == group.names("bob") == ["bob", "carol", "dave"]
+
+    def test_somebody_who_listens_at_a_dead_workers_address_delays_no_news_of_its_death(
+        self, group: Group
+    ) -> None:
+        alice, dave = group["alice"], group["dave"]
+        dave.inbound.peer_lost(alice.life, "its connection broke")
+        alice.inbound.peer_lost(dave.life, f"it broke, and {ANOTHER_ANSWERS}refused: {NO_MEMBER}")
+        group.pass_time(lambda: "dave" not in group.names("carol"))
 
     def test_who_refuses_and_tells_nobody_why_is_declared_lost(self, group: Group) -> None:
         alice, dave = group["alice"], group["dave"]

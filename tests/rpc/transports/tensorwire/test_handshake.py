@@ -17,6 +17,7 @@ from rpc.transports.tensorwire.handshake import (
     Hello,
     Identity,
     Initiator,
+    RefusedError,
     derive_key,
 )
 
@@ -109,8 +110,14 @@ def test_a_worker_that_was_not_meant_says_so_but_not_who_it_is(identity: Identit
 def test_a_refusal_carries_its_reason() -> None:
     initiator, other = Initiator(KEY, HELLO), acceptor()
     converse(initiator, other)
-    with pytest.raises(HandshakeError, match="refused: history"):
+    with pytest.raises(RefusedError, match="refused: history"):
         feed(initiator, other.reject("history"))
+
+
+def test_a_refusal_of_somebody_without_the_key_is_not_taken_for_a_workers() -> None:
+    with pytest.raises(HandshakeError, match="refused: history") as told:
+        feed(Initiator(KEY, HELLO), Acceptor.reject("history"))
+    assert not isinstance(told.value, RefusedError)
 
 
 def test_being_accepted_without_a_challenge_is_refused() -> None:

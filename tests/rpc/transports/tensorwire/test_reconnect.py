@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from rpc.errors import WorkerLostError
+from rpc.errors import ANOTHER_ANSWERS, NO_MEMBER, WorkerLostError
 from rpc.protocol import resumption
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorwire import Settings, TensorWireTransport
@@ -329,7 +329,8 @@ def test_a_worker_that_was_removed_hears_so_when_it_comes_back(make: Maker) -> N
     a.call(b, b"h")
     b.transport.remove_peer(0)
     a.until(lambda: bool(a.lost))
-    assert "no member any more" in a.lost[0][1]
+    assert f"it answers: refused: {NO_MEMBER}" in a.lost[0][1]
+    assert ANOTHER_ANSWERS not in a.lost[0][1]
     assert b.lost == []
 
 
