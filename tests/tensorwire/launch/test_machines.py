@@ -19,7 +19,9 @@ from tests.tensorwire.launch.jobs import (
     SECONDS,
     Agent,
     Job,
+    is_running,
     job,
+    progress,
     works_on,
 )
 from tests.waiting import until
@@ -122,14 +124,14 @@ def test_an_address_that_every_machine_has_is_refused(work: Job, hosts: Sequence
 # --- Jobs that grow, and lose machines and cables
 
 
-def start(work: Job, machine: Machine, kind: str, restarts: int = 3) -> Agent:
+def start(work: Job, machine: Machine, kind: str, restarts: int = 3, nodes: str = "1:2") -> Agent:
     """An agent with one server and one trainer: of tables under BSP or async, or of calls."""
     command = (str(PROGRAMS / "elastic.py"), str(work.folder), kind, "1")
     if kind == CALLS:
         command = (str(PROGRAMS / "member.py"), str(work.folder), "ps:0")
     role = f"max_restarts={restarts}"
     roles = ("--role", f"ps:1,service,{role}", "--role", f"trainer:1,{role}")
-    return work.start(*flags(work, "one", "1:2"), *FORKED, *roles, *command, machine=machine)
+    return work.start(*flags(work, "one", nodes), *FORKED, *roles, *command, machine=machine)
 
 
 def is_calm(agent: Agent) -> bool:
@@ -154,7 +156,7 @@ RETURNED = (  # which of its workers still run when it hears of that is not the 
 
 
 @pytest.mark.kills(20, usual=1)
-@pytest.mark.parametrize("kind", [BSP, ASYNC, CALLS])
+@pytest.mark.parametrize("kind", [BSP, CALLS])
 def test_a_machine_joins_dies_and_is_replaced_while_the_others_go_on(
     work: Job, hosts: Sequence[Machine], kind: str, kill_seed: int
 ) -> None:
@@ -176,6 +178,34 @@ def test_a_machine_joins_dies_and_is_replaced_while_the_others_go_on(
         require_snapshots(work)
     end(work, first, third)
     assert is_calm(first), first.said
+
+
+@pytest.mark.kills(20, usual=1)
+def test_a_machine_dies_as_two_come_at_once_and_the_cluster_is_resized_between_snapshots(
+    work: Job, kill_seed: int
+) -> None:
+    require_machines()
+    draw, kind = random.Random(kill_seed), [ASYNC, BSP][kill_seed % 2]
+    with machines("one", "two", "three") as (one, *others):
+        first = start(work, one, kind, nodes="1:3")
+        alone = works_on(work, "trainer:0")
+        agents = {machine: start(work, machine, kind, nodes="1:3") for machine in others}
+        dies = draw.choice(others)
+        time.sleep(draw.uniform(0, 5))  # the moment is to be any: as it starts, joins, is resized
+        dies.power_off()
+        works_on(work, "trainer:0")
+        dies.mend()
+        agents[dies] = start(work, dies, kind, nodes="1:3")
+        until(lambda: len(living(work, 3)) == 3, 2 * SECONDS, 0.1)
+        assert works_on(work, "trainer:0")["pid"] == alone["pid"]
+        require_snapshots(work)
+        end(work, first, *agents.values())
+
+
+def living(work: Job, trainers: int) -> set[int]:
+    """The processes of trainers that have noted a step and run."""
+    noted = [progress(work, f"trainer:{number}").get("pid") for number in range(trainers)]
+    return {each for each in noted if each is not None and is_running(each)}
 
 
 def require_snapshots(work: Job) -> None:
@@ -230,6 +260,49 @@ def test_a_machine_whose_cable_is_mended_is_back_with_its_workers(
     assert is_calm(first), first.said
 
 
+@pytest.mark.kills(20, usual=1)
+def test_a_pipeline_goes_on_without_a_machine_and_its_stage_goes_home_when_it_is_back(
+    work: Job, hosts: Sequence[Machine], kill_seed: int, full_length: bool
+) -> None:
+    """Its weights at the end are those that one process trains with plain PyTorch."""
+    one, two = hosts
+    draw = random.Random(kill_seed)
+    cuts: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+        "to the driver": (lambda: two.loses(one), lambda: two.reaches(one)),
+        "from the driver": (lambda: one.loses(two), lambda: one.reaches(two)),
+        "both": (two.cut, two.mend),
+    }
+    troubles = draw.sample([*cuts, "killed"], 4) if full_length else ["to the driver"]
+
+    def begin(machine: Machine) -> Agent:
+        roles = ("--role", "driver:1/job", "--role", "stage:1,service,max_restarts=3")
+        program = (str(PROGRAMS / "stages.py"), str(work.folder))
+        return work.start(*flags(work, "one", "1:2"), *FORKED, *roles, *program, machine=machine)
+
+    def is_spread_over(*workers: str) -> bool:
+        return bool(progress(work, "driver:0").get("workers") == [*workers])
+
+    first = begin(one)
+    until(lambda: is_spread_over(), SECONDS, 0.05)
+    second = begin(two)
+    until(lambda: is_spread_over("stage:0", "stage:1"), SECONDS, 0.05)
+    driver = works_on(work, "driver:0")
+    for trouble in troubles:
+        time.sleep(draw.uniform(0, 1))  # the moment is to be any
+        cut, mend = cuts.get(trouble, (two.power_off, two.mend))
+        cut()
+        until(lambda: is_spread_over("stage:0"), SECONDS, 0.05)
+        works_on(work, "driver:0")
+        mend()
+        if trouble == "killed":
+            second = begin(two)
+        until(lambda: is_spread_over("stage:0", "stage:1"), SECONDS, 0.05)
+    assert works_on(work, "driver:0")["pid"] == driver["pid"]
+    end(work, first, second)
+    assert float((work.folder / "difference").read_text()) < 1e-4
+    assert is_calm(first), first.said
+
+
 def test_a_cut_that_is_shorter_than_the_patience_is_a_pause(
     work: Job, hosts: Sequence[Machine]
 ) -> None:
@@ -261,23 +334,33 @@ def test_without_the_machine_that_hosts_the_store_a_job_ends_with_one_sentence(
     assert is_calm(second), second.said
 
 
-def test_a_process_group_is_formed_anew_without_a_machine_that_died(
-    work: Job, hosts: Sequence[Machine]
+@pytest.mark.kills(20, usual=1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_trainer_of_transformers_goes_on_from_its_checkpoint_as_a_machine_dies_and_another_comes(
+    work: Job, hosts: Sequence[Machine], kill_seed: int
 ) -> None:
-    ddp = ("--role", "ddp:1,pg,max_restarts=3", str(PROGRAMS / "ddp.py"), str(work.folder))
-    first, _ = (
-        work.start(*flags(work, "one", "1:2"), *FORKED, *ddp, machine=machine) for machine in hosts
-    )
+    """One rank of DistributedDataParallel on each machine, and the server beside the first."""
+    pytest.importorskip("transformers")
+    one, two = hosts
+    server = ("--role", "ps:1/job,service=tensorwire.parameter_server")
+    ranks = ("--role", "trainer:1,pg,max_restarts=3")
+    program = (str(PROGRAMS / "language_model.py"), str(work.folder))
 
-    def averages(size: int) -> bool:
-        """Some life of some member has seen a group of that size."""
-        return any(
-            path.read_text().split()[1:2] == [str(size)] for path in work.folder.glob("ddp:*.*")
-        )
+    def begin(machine: Machine) -> Agent:
+        roles = (*FORKED, *server, *ranks)
+        return work.start(*flags(work, "one", "1:2"), *roles, *program, machine=machine)
 
-    until(lambda: averages(2), SECONDS, 0.05)
-    for path in work.folder.glob("ddp:*.*"):
-        path.unlink()
-    hosts[1].power_off()
-    until(lambda: averages(1), SECONDS, 0.05)
-    end(work, first)
+    def trains(ranks: int) -> bool:
+        """So many ranks train, and a checkpoint was written."""
+        now = progress(work, "trainer:0")
+        return bool(now.get("ranks") == ranks and now["steps"] > 5)
+
+    first, _ = begin(one), begin(two)
+    until(lambda: trains(2), 2 * SECONDS, 0.05)
+    time.sleep(random.Random(kill_seed).uniform(0, 1))  # the moment is to be any
+    two.power_off()
+    until(lambda: trains(1), 2 * SECONDS, 0.05)
+    two.mend()
+    third = begin(two)
+    until(lambda: trains(2), 2 * SECONDS, 0.05)
+    end(work, first, third)

@@ -3,6 +3,7 @@
 compared.py FOLDER
 """
 
+import gc
 import json
 import os
 import random
@@ -40,6 +41,7 @@ if __name__ == "__main__":
         "has_cuda": torch.cuda.is_initialized(),
         "random": [torch.initial_seed(), float(np.random.rand()), random.random()],
         "rpc": rpc.__file__,
+        "collects_garbage": (gc.isenabled(), gc.get_threshold()),
     }
     name = os.environ["RPC_WORKER_NAME"]
     Path(sys.argv[1], f"{name}.json").write_text(json.dumps(found))
