@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,8 +19,9 @@ from rpc.group.records import LIVENESS, Record
 from rpc.ids import Life
 from rpc.runtime import wait_log
 from rpc.transports.base import Peer
-from tests.rpc.stores import signed
-from tests.waiting import until
+from tests.rpc.stores import CountingStore, signed
+from tests.rpc.told_watch import StandingWatch
+from tests.waiting import eventually, until
 
 NAMES = ("alice", "bob", "carol")
 
@@ -251,6 +252,31 @@ def test_one_that_cannot_look_round_is_no_member() -> None:
     with pytest.raises(OSError, match="no more peers"):
         Membership(listener, table(store), _record(0, 1), fits).join()
     assert table(store).members() == []
+
+
+def test_a_store_that_tells_of_changes_is_not_asked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "SECONDS_BETWEEN_READS", 600.0)
+    watches: list[StandingWatch] = []
+
+    def watch(self: MemberTable, told: Callable[[], None]) -> StandingWatch:
+        watches.append(StandingWatch(told))
+        return watches[-1]
+
+    monkeypatch.setattr(MemberTable, "watch_changes", watch)
+    shared, listener = HashStore(), Listener(Life(7, 1))
+    store = CountingStore(shared)
+    member = Membership(listener, table(store), _record(7, 1), fits)
+    member.join()
+    until(lambda: bool(watches))
+    member.look_again(20)
+    before = store.requests
+    table(shared).join(_record(8, 1))
+    assert not eventually(lambda: store.requests > before, seconds=2 * membership.LOOK_SECONDS)
+    watches[0].tell()
+    until(lambda: listener.lives(8))
+    member.leave()
 
 
 class TestWhoIsGone:

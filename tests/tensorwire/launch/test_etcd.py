@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,10 +56,12 @@ def strikes_out(agent: Agent, times: int) -> None:
     until(lambda: agent.said.count(STRUCK_OUT) >= times, SECONDS, 0.05)
 
 
+@pytest.mark.kills(20, usual=1)
 def test_a_member_of_etcd_and_each_machine_die_in_turn_and_the_job_goes_on(
-    work: Job, hosts: Sequence[Machine], full_length: bool
+    work: Job, hosts: Sequence[Machine], kill_seed: int, full_length: bool
 ) -> None:
     """The machine on which the job began is the first to die; etcd is on none of the job's."""
+    draw = random.Random(kill_seed)
     folder = work.folder / "etcd"
     folder.mkdir()
     trainers = {"one": "trainer:0", "two": "trainer:1"}
@@ -71,6 +75,7 @@ def test_a_member_of_etcd_and_each_machine_die_in_turn_and_the_job_goes_on(
             former = works_on(work, trainers[dying.name])
             other = works_on(work, trainers[staying.name])
             told = agents[staying.name].said.count(STRUCK_OUT)
+            time.sleep(draw.uniform(0, 1))  # the moment is to be any
             dying.power_off()
             strikes_out(agents[staying.name], told + 1)
             assert works_on(work, trainers[staying.name])["pid"] == other["pid"]
