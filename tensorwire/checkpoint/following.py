@@ -3,7 +3,8 @@
 A :class:`Follower` asks a :class:`Source` again and again for the way to the newest version, has
 each version on it applied, and then lets readers have the result, all at once. What a reader
 got stays as it is. If a version is missing, damaged or of another chain, readers keep what they
-have, the log says why, and the follower goes on as soon as there is a way again.
+have, the log says why, and the follower goes on as soon as there is a way again. A
+:class:`Followed` is the part of it that users hold.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from tensorwire.checkpoint.chain import Chain, Version
 from tensorwire.checkpoint.errors import CheckpointError, NoCheckpointError, NoPublisherError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -262,6 +266,57 @@ class Follower(Generic[T]):
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._source.close()
+
+
+class Followed(Generic[T]):
+    """A published state as those hold it who read it: how old it is, and waiting for newer ones.
+
+    May be used by several threads. Used as a context manager, it is closed at the end.
+    """
+
+    def __init__(self, follower: Follower[T]) -> None:
+        self._follower = follower
+
+    @property
+    def age(self) -> float:
+        """Seconds since the newest version was published, by the clocks of both machines."""
+        return max(0.0, time.time() - self._follower.held.version.time)
+
+    @property
+    def error(self) -> Exception | None:
+        """The reason for which newer versions are not taken over; None if there is none."""
+        return self._follower.error
+
+    def wait_for(
+        self,
+        version: int | None = None,
+        *,
+        step: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Waits for a version, or one of a step, or later ones.
+
+        Args:
+            version: its number.
+            step: of the training. One of the two is given.
+            timeout: seconds; default none.
+
+        Raises:
+            RuntimeError: this is closed meanwhile.
+            TimeoutError: it is not there after ``timeout`` seconds; says what keeps it back.
+            ValueError: neither or both of ``version`` and ``step`` are given.
+        """
+        self._follower.wait_for(version, step, timeout)
+
+    def close(self) -> None:
+        """Follows no more; what it has can be read on."""
+        self._follower.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def begun(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from tensorwire.checkpoint.checksums import checksum_of
 from tensorwire.checkpoint.errors import DamagedCheckpointError, NotSavedError
 from tensorwire.checkpoint.files import Checkpoint, PartWriter
 from tensorwire.checkpoint.fitting import decoded
-from tensorwire.checkpoint.following import Follower, Held, begun
+from tensorwire.checkpoint.following import Followed, Held, begun
 from tensorwire.checkpoint.remote.sources import source_of
 from tensorwire.checkpoint.saving import part_of, take_apart
 from tensorwire.checkpoint.shard_file import bytes_of
@@ -282,14 +281,11 @@ class State:
         module.load_state_dict(self.value(name))
 
 
-class Following:
+class Following(Followed[_State]):
     """The newest version of a published state. Made by :func:`follow`.
 
     May be used by several threads. Used as a context manager, it is closed at the end.
     """
-
-    def __init__(self, follower: Follower[_State]) -> None:
-        self._follower = follower
 
     def now(self) -> State:
         """The newest version that is ready."""
@@ -304,16 +300,6 @@ class Following:
     def step(self) -> int:
         """The step of the training at which it was published; falls if training went back."""
         return self._follower.held.version.step
-
-    @property
-    def age(self) -> float:
-        """Seconds since it was published, by the clocks of both machines."""
-        return max(0.0, time.time() - self._follower.held.version.time)
-
-    @property
-    def error(self) -> Exception | None:
-        """The reason for which newer versions are not taken over; None if there is none."""
-        return self._follower.error
 
     def value(self, name: str) -> Any:
         """As :meth:`State.value` of the newest version.
@@ -339,41 +325,11 @@ class Following:
         """
         self.now().load_into(module, name)
 
-    def wait_for(
-        self,
-        version: int | None = None,
-        *,
-        step: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """Waits for a version, or one of a step, or later ones.
-
-        Args:
-            version: its number.
-            step: of the training. One of the two is given.
-            timeout: seconds; default none.
-
-        Raises:
-            TimeoutError: it is not there after ``timeout`` seconds; says what keeps it back.
-            ValueError: neither or both of ``version`` and ``step`` are given.
-        """
-        self._follower.wait_for(version, step, timeout)
-
     @contextmanager
     def pinned(self) -> Iterator[State]:
         """Holds one version: all that is read of it fits together."""
         with self._follower.pinned() as held:
             yield State(held)
-
-    def close(self) -> None:
-        """Follows no more; what was read stays."""
-        self._follower.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def follow(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rpc import TlsOptions
-from tensorwire.checkpoint.following import Follower, Held, begun
+from tensorwire.checkpoint.following import Followed, Follower, Held, begun
 from tensorwire.checkpoint.remote.sources import source_of
 from tensorwire.parameter_server.client.distinct import distinct
 from tensorwire.parameter_server.client.gradient import RowGradient
@@ -30,7 +29,7 @@ from tensorwire.parameter_server.following.content import (
 from tensorwire.parameter_server.messaging.messages import TableIds
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
 class FollowedView:
@@ -201,7 +200,7 @@ class _Rows:
         return [view.fetch(each) for each in ids]
 
 
-class FollowedModel:
+class FollowedModel(Followed[Content]):
     """The newest version of a model that is published while it is trained. Made by :func:`follow`.
 
     May be used by several threads. Used as a context manager, it is closed at the end.
@@ -211,7 +210,7 @@ class FollowedModel:
     """
 
     def __init__(self, follower: Follower[Content]) -> None:
-        self._follower = follower
+        super().__init__(follower)
         self._lock = threading.Lock()
         self._tables: dict[str, FollowedTable] = {}
         self._view: contextvars.ContextVar[FollowedView | None] = contextvars.ContextVar(
@@ -282,16 +281,6 @@ class FollowedModel:
         """The step of the training at which it was cut; falls if training went back."""
         return self.view().step
 
-    @property
-    def age(self) -> float:
-        """Seconds since the newest version was cut, by the clocks of both machines."""
-        return max(0.0, time.time() - self._follower.held.version.time)
-
-    @property
-    def error(self) -> Exception | None:
-        """The reason for which newer versions are not taken over; None if there is none."""
-        return self._follower.error
-
     @contextmanager
     def pinned(self) -> Iterator[FollowedView]:
         """Holds one version: all lookups in the block, in this thread, are of it.
@@ -312,37 +301,6 @@ class FollowedModel:
                 yield view
             finally:
                 self._view.reset(token)
-
-    def wait_for(
-        self,
-        version: int | None = None,
-        *,
-        step: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """Waits for a version, or one of a step, or later ones.
-
-        Args:
-            version: its number.
-            step: of the training. One of the two is given.
-            timeout: seconds; default none.
-
-        Raises:
-            RuntimeError: this is closed meanwhile.
-            TimeoutError: it is not there after ``timeout`` seconds; says what keeps it back.
-            ValueError: neither or both of ``version`` and ``step`` are given.
-        """
-        self._follower.wait_for(version, step, timeout)
-
-    def close(self) -> None:
-        """Follows no more; what it has can be read on."""
-        self._follower.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def follow(
