@@ -34,7 +34,7 @@ from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.records import NotHead
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
-from tensorwire.parameter_server.decisions.views import Client, Server, View
+from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
 from tensorwire.parameter_server.declarations.dense_spec import DenseSpec
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.messaging import messages
@@ -501,8 +501,7 @@ class Session:
         self.news.note()
 
     def _roll_back(self, view: View) -> None:
-        snapshot = view.snapshot
-        assert snapshot is not None
+        snapshot = view.snapshot or Snapshot("", {}, 0)  # none if nobody had joined before
         self._kept.clear()
         self._errors.clear()
         self.packer.forget()

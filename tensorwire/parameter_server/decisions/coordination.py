@@ -90,14 +90,17 @@ class Coordinator(Publishing):
             server: which.
             is_proven: its end is certain.
         """
+        self._lose(server, is_proven)
+        self._count_votes()
+        return self._flush()
+
+    def _lose(self, server: Server, is_proven: bool) -> None:
         if is_proven:
             self._over.add(server)
         if server in self._living:
             self._living.discard(server)
             if self.view.coordinator == self._me:  # else once it has taken over
                 self._begin(self._drop_server(server))
-        self._count_votes()
-        return self._flush()
 
     def server_came(self, server: Server) -> list[Effect]:
         """A server is there."""
@@ -108,8 +111,11 @@ class Coordinator(Publishing):
         return self._flush()
 
     def _note_living(self, server: Server) -> None:
+        """A server is there; its former lives are over, also if nothing was heard of their ends."""
         self._living.add(server)
-        self._over |= {each for each in views.servers_of(self.view) if _is_before(each, server)}
+        known = views.servers_of(self.view) | self._living
+        for former in sorted(each for each in known if _is_before(each, server)):
+            self._lose(former, is_proven=True)
         self._count_votes()
 
     def worker_lost(self, name: str, incarnation: int) -> list[Effect]:
@@ -483,21 +489,22 @@ class Coordinator(Publishing):
     # --- going back
 
     def _begin_again(self) -> None:
-        """State is lost: everything goes back to the last snapshot."""
+        """State is lost: all goes back to the last snapshot, or is empty as before."""
         self._give_up_all()
         self._begin(self._roll_back(), change=True)
 
     def _roll_back(self) -> Steps:
         whole, why = None, "there is no snapshot to go back to"
+        is_empty = not (self.view.joined or self.view.snapshots)
         if self.view.snapshots:
             (found,) = (yield Examination(self.view.snapshots)).values()
             whole, why = found.whole, f"no snapshot is whole: {found.reason}"
-        if whole is None:
+        if whole is None and not is_empty:
             lost = ", ".join(str(each) for each in _lost_shards(self.view))
             reason = f"all servers of shard {lost} were lost, and {why}"
             yield Edit(lambda view: replace(view, number=view.number + 1, broken=reason))
             return
-        if whole != self.view.snapshot:
+        if whole is not None and whole != self.view.snapshot:
             yield Edit(lambda view: views.going_back(view, whole))
         wanted = [str(name) for name in self.view.settings.get("servers", ())]
         yield Servers(frozenset(wanted))

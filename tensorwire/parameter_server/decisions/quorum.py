@@ -33,7 +33,7 @@ class Electorate:
     def __init__(self, view: View, over: Collection[Server], suspects: Collection[Server]) -> None:
         named = [*view.servers, *sorted(views.keepers(view) - set(view.servers))]
         clients = [Server(t.client.name, t.client.incarnation) for t in view.trainers]
-        self._may_do_without_trainers = not clients and not self._gives_up_state(
+        self._may_do_without_trainers = not view.joined and not self._gives_up_state(
             view, over, suspects
         )
         self.servers = tuple(each for each in named if each not in over)

@@ -1,33 +1,31 @@
-"""Confirms with the servers of a cluster what a newcomer has read of it in the group's store.
-
-A store may belong to somebody else, who can put an old view back. Whoever has read a later one goes
-on with that; a worker that has just come remembers nothing. So before it acts on a view it asks the
-servers that are named there, by whichever life has their names now, for the view that they know.
-"""
+"""Asks the servers of a cluster for the view that they know, for a newcomer (``confirmation``)."""
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
 from rpc import extend
-from tensorwire.parameter_server.decisions import views
+from tensorwire.parameter_server.decisions.confirmation import Confirmation, named_in
 from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.messaging import messages
-from tensorwire.parameter_server.messaging.calling import Caller, latest_life, verdict_on
+from tensorwire.parameter_server.messaging.calling import (
+    LOST,
+    Caller,
+    latest_life,
+    verdict_on,
+)
 
 _AT_ONCE: Final = 0.001
+_PAUSE: Final = 0.05
 
 
 def confirmed(worker: extend.Worker, cluster: str, view: View, timeout: float) -> View:
     """Returns the latest view of a cluster, given one that was read in the store.
-
-    One server that knows the cluster is enough. If all servers that are named are gone, or know
-    nothing of the cluster, as they have just come themselves, the view stays as it was read.
 
     Args:
         worker: the newcomer.
@@ -38,10 +36,10 @@ def confirmed(worker: extend.Worker, cluster: str, view: View, timeout: float) -
     Raises:
         TimeoutError: none that may know the cluster has answered.
     """
-    named = {each.name for each in views.servers_of(view)} | set(view.settings.get("servers", ()))
-    lives = views.servers_of(view) | {Server(name, _latest(worker, name)) for name in named}
-    known = known_view(worker, cluster, lives, timeout)
-    return known if known is not None and known.number > view.number else view
+    latest = partial(_latest, worker)
+    found = _asked(worker, cluster, view, lambda: named_in(view, latest), timeout)
+    assert found is not None
+    return found
 
 
 def known_view(
@@ -61,30 +59,58 @@ def known_view(
     Raises:
         TimeoutError: none of them has answered with a view, and some not at all.
     """
+    return _asked(worker, cluster, None, lambda: lives, timeout)
+
+
+def _asked(
+    worker: extend.Worker,
+    cluster: str,
+    read: View | None,
+    lives: Callable[[], Iterable[Server]],
+    timeout: float,
+) -> View | None:
     me = Server(worker.info.name, worker.life.incarnation)
-    waiting = {
-        each for each in lives if each != me and verdict_on(worker, each) is not Verdict.OVER
-    }
+    confirmation = Confirmation(read)
     answers: queue.SimpleQueue[tuple[Server, Any]] = queue.SimpleQueue()
     caller = Caller(worker, cluster)
-    for each in sorted(waiting):
-        caller.call(each, messages.LatestView(), partial(_put, answers, each))
     deadline = time.monotonic() + timeout
+
+    def may_know(life: Server) -> bool:
+        return life != me and verdict_on(worker, life) is not Verdict.OVER
+
+    def take(server: Server, answer: Any) -> None:
+        if answer is LOST and verdict_on(worker, server) is Verdict.UNHEARD:
+            confirmation.missed(server)
+        else:
+            known = View.decode(answer) if isinstance(answer, str) else None
+            confirmation.answered(server, known)
+
     try:
-        while waiting:
-            server, answer = answers.get(timeout=max(deadline - time.monotonic(), _AT_ONCE))
-            if isinstance(answer, str):
-                return View.decode(answer)
-            waiting.discard(server)
+        while asked := confirmation.to_ask(filter(may_know, lives())):
+            for each in asked:
+                caller.call(each, messages.LatestView(), partial(_put, answers, each))
+            while confirmation.waiting:
+                take(*answers.get(timeout=max(deadline - time.monotonic(), _AT_ONCE)))
+            if confirmation.unheard:
+                _rest(deadline)
     except queue.Empty:
-        silent = ", ".join(str(each) for each in sorted(waiting))
+        missing = sorted(confirmation.waiting | confirmation.unheard)
+        silent = ", ".join(str(each) for each in missing)
         raise TimeoutError(
             f"what the store holds of cluster {cluster!r} was not confirmed within {timeout:g} s: "
             f"servers {silent} do not answer"
         ) from None
     finally:
         caller.give_up()
-    return None
+    return confirmation.view
+
+
+def _rest(deadline: float) -> None:
+    """Waits a little for news of lives that nothing was heard of yet."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise queue.Empty
+    time.sleep(min(_PAUSE, left))
 
 
 def _put(answers: queue.SimpleQueue[tuple[Server, Any]], server: Server, answer: Any) -> None:

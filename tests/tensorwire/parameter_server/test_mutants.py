@@ -14,6 +14,7 @@ import pytest
 
 from tensorwire.parameter_server.decisions import (
     beginnings,
+    confirmation,
     coordination,
     gate,
     lives,
@@ -202,7 +203,12 @@ def _gives_up_others_without_votes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(quorum.Electorate, "is_enough", lambda self, agreeing: True)
 
 
+def _lets_newcomers_believe_what_they_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(confirmation.Confirmation, "to_ask", lambda self, lives: [])
+
+
 _MUTANTS: list[Mutate] = [
+    _lets_newcomers_believe_what_they_read,
     _gives_up_others_without_votes,
     _makes_what_is_declared_before_it_knows_its_share,
     _forgets_dense_parameters_that_move,

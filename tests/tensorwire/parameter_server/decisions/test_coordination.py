@@ -133,3 +133,30 @@ def test_trainers_that_are_voted_on_when_the_cluster_goes_back_are_dismissed_aft
         played.polls = [poll for poll in played.polls if poll.view.generation == 1]
         played.vote(PS2, Server(TRAINER.client.name, 0))
         assert played.view.trainers == ()
+
+
+def test_a_cluster_that_nobody_has_joined_begins_anew_where_there_is_no_snapshot() -> None:
+    played = Played(PS0, replace(view(3), snapshot=None))
+    played.do(played.coordinator.server_lost(PS1, is_proven=True))
+    played.vote(PS2, PS1)
+    assert not played.view.broken
+    assert played.view.generation == 1
+    assert {shard.head for shard in played.view.shards} == {PS0, PS2}
+
+
+def test_what_was_trained_is_not_begun_anew_without_a_snapshot() -> None:
+    played = Played(PS0, replace(view(3), snapshot=None, joined=1))
+    played.do(played.coordinator.server_lost(PS1, is_proven=True))
+    played.vote(PS2, PS1)
+    assert played.view.broken == (
+        "all servers of shard 1 were lost, and there is no snapshot to go back to"
+    )
+
+
+def test_a_later_life_of_a_server_ends_the_one_before_of_whose_end_nobody_told() -> None:
+    shards = views.first(SERVERS[:3], 1, {}).shards
+    played = Played(PS0, replace(view(3), backups=1, joined=1, shards=shards))
+    played.do(played.coordinator.asked(1, orders.Arrive(Server("ps1", 1))))
+    played.vote(PS2, PS1)
+    assert PS1 not in views.servers_of(played.view)
+    assert Server("ps1", 1) in played.view.servers

@@ -22,7 +22,7 @@ def trainer(number: int) -> Server:
 def view(servers: int, trainers: int, backups: int = 1) -> View:
     made = views.first([server(n) for n in range(servers)], backups, {})
     joined = tuple(Trainer(n, Client(f"trainer{n}", 0)) for n in range(trainers))
-    return replace(made, trainers=joined)
+    return replace(made, trainers=joined, joined=trainers)
 
 
 def enough(
@@ -60,9 +60,15 @@ def test_servers_whose_end_is_certain_have_no_vote() -> None:
     assert not enough(of, [server(2)], server(0), server(1), over=(server(0),))
 
 
-def test_without_trainers_one_of_two_servers_may_not_give_up_a_shard() -> None:
+def test_before_trainers_come_one_of_two_servers_may_not_give_up_a_shard() -> None:
     assert enough(view(2, 0), [server(0)], server(1))
     assert not enough(view(2, 0, backups=0), [server(0)], server(1))
+
+
+def test_when_trainers_are_gone_one_of_two_servers_decides_nothing() -> None:
+    left = replace(view(2, 0), joined=1)
+    assert not enough(left, [server(0)], server(1))
+    assert enough(left, [server(0)], server(1), over=(server(1),))
 
 
 def test_trainers_are_asked_only_while_they_decide() -> None:

@@ -63,8 +63,6 @@ class Game:
         self.lost_trainers: set[Server] = set()
         self.left: set[Client] = set()
         self.ever_lost = False
-        self.halved = False
-        """Servers that live were given up by as many, of whom all may have been taken for lost."""
         self.broken = False
         self.rolled = False
         self.budget = Counter(
@@ -80,7 +78,10 @@ class Game:
             self.start_server(name)
         servers = [self.server(name).life for name in names]
         settings = settings_of(self.plan.consistency, names, self.plan.trainers)
-        self.view = views.first(servers, self.plan.backups, settings)
+        self.view = self.first_view = views.first(servers, self.plan.backups, settings)
+        self.stranger = random.Random(f"stranger {seed}")
+        self.written = [self.view]
+        """All views that were ever in the store."""
         self.admin = Admin(self, "admin", 0)
         self.publisher = Publisher(self)
         self.living[self.admin.life] = self.admin
@@ -183,6 +184,7 @@ class Game:
                 self.rules.check_view(effect.view)
                 self.note_replaced(effect.view)
                 self.view = effect.view
+                self.written.append(self.view)
             view = self.view
 
             def stored() -> None:
@@ -193,6 +195,11 @@ class Game:
             self.later(process, stored)
 
         self.later(process, put)
+
+    def shown_to_newcomer(self) -> View | None:
+        """The view, one that somebody put back, or none; members do not believe the latter two."""
+        shown = [self.view, None, self.stranger.choice(self.written)]
+        return self.stranger.choice(shown)
 
     def note_replaced(self, view: View) -> None:
         for shard in self.view.shards:
@@ -304,8 +311,15 @@ class Game:
 
     def restart(self, name: str) -> None:
         process = self.start_server(name)
-        self.later(process, lambda: process.see(self.view))
-        self.admin.arrive(process.life)
+
+        def confirmed(view: View) -> None:
+            process.see(view)
+            self.admin.arrive(process.life)
+
+        if self.plan.stranger:
+            self.later(process, lambda: process.confirm(confirmed))
+        else:
+            self.later(process, lambda: confirmed(self.view))
 
     def mishap(self) -> None:
         r = self.random

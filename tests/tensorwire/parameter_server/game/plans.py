@@ -54,6 +54,8 @@ class Plan:
     """Versions are published beside whatever else happens."""
     clocks_stand: bool
     """The clocks of those stand meanwhile, as those of a machine that is paused."""
+    stranger: bool = False
+    """Newcomers are shown views that were put back, or none, as a store may be somebody else's."""
     batches: int = 0
     """The batches of a sampler that trainers train, instead of a number of steps."""
 
@@ -83,6 +85,7 @@ def draw_plan(seed: int) -> Plan:
         naps=r.choice([0, 1, 2, 4]),
         publishes=r.random() < 0.7,
         clocks_stand=r.random() < 0.5,
+        stranger=random.Random(f"stranger {seed}").random() < 0.4,
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tensorwire.parameter_server.decisions.lives import CUT_OFF, Latest
-from tensorwire.parameter_server.decisions.views import Server
+from tensorwire.parameter_server.decisions.confirmation import Confirmation, named_in
+from tensorwire.parameter_server.decisions.lives import CUT_OFF, Latest, Verdict, verdict
+from tensorwire.parameter_server.decisions.views import Server, View
 
 if TYPE_CHECKING:
     from tests.tensorwire.parameter_server.game.cluster import Game
@@ -65,11 +67,58 @@ class Process:
         else:
             game.send(self.life, to, ("call", number, what))
 
+    def confirm(self, then: Callable[[View], None]) -> None:
+        """A newcomer reads the view, and asks servers for theirs before it acts on it."""
+        read, new = self.game.shown_to_newcomer(), set[Server]()
+        confirmation = Confirmation(read)
+
+        def ask() -> None:
+            lives = named_in(read or self.game.first_view, self._latest_incarnation)
+            asked = confirmation.to_ask(filter(self._may_know, lives - {self.life}))
+            for each in asked:
+                Process.call(self, each, ("latest",), partial(told, each))
+            if not asked:
+                decide()
+
+        def told(by: Server, answer: Any) -> None:
+            if answer == "none":
+                new.add(by)
+            if by not in confirmation.waiting:
+                return
+            if answer is None and verdict(by, self.latest(by.name)) is Verdict.UNHEARD:
+                confirmation.missed(by)
+            else:
+                confirmation.answered(by, answer if isinstance(answer, View) else None)
+            if not confirmation.waiting:
+                self.game.later(self, ask)
+
+        def decide() -> None:
+            view = confirmation.view
+            if view is None:  # it was deleted, and nobody knows it; somebody will write it again
+                self.game.later(self, lambda: self.confirm(then))
+            elif not self.knows:
+                if not confirmation.is_confirmed:
+                    self.game.rules.check_unconfirmed(self, view, new)
+                then(view)
+
+        ask()
+
+    def _latest_incarnation(self, name: str) -> int:
+        found = self.heard.get(name)
+        return 0 if found is None else found.incarnation
+
+    def _may_know(self, life: Server) -> bool:
+        return verdict(life, self.latest(life.name)) is not Verdict.OVER
+
     def answered(self, number: int, answer: Any) -> None:
         then = self.calls.pop(number, None)
         self.callees.pop(number, None)
         if then is not None:
             then(answer)
+
+    def knows_of(self, life: Server) -> bool:
+        """It has heard of that life, and not of its end."""
+        return self.has_heard_of(life) and not self.takes_for_lost(life)
 
     def has_heard_of(self, life: Server) -> bool:
         """A call to a life that came back meets the one before, which is dead."""

@@ -10,6 +10,7 @@ from tensorwire.parameter_server.decisions import views
 from tensorwire.parameter_server.decisions.clock import (
     PushKind,
 )
+from tensorwire.parameter_server.decisions.confirmation import named_in
 from tensorwire.parameter_server.decisions.consistency import (
     BSP,
     staleness_of,
@@ -21,6 +22,7 @@ from tensorwire.parameter_server.decisions.tasks import (
 )
 from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
+from tests.tensorwire.parameter_server.game.processes import Process
 from tests.tensorwire.parameter_server.game.servers import ServerProcess
 from tests.tensorwire.parameter_server.game.trainers import SAMPLER, TrainerProcess
 
@@ -39,7 +41,8 @@ class Rules:
             raise Broken(f"view {self.game.view.number} is followed by {view.number}")
         if view.generation != self.game.view.generation:
             self.game.rolled = True
-            assert view.snapshot is not None
+            if not view.snapshots and self.game.view.joined:
+                raise Broken(f"view {view.number} begins anew, and what was trained is lost")
         elif view.epoch == self.game.view.epoch:
             self.check_removed(view)
         healthy = [p for p in self.game.servers if self.game.is_healthy(p)]
@@ -57,17 +60,30 @@ class Rules:
         """Servers are taken out of a view only if they are lost, whoever thinks so."""
         removed = self.keepers(self.game.view) - self.keepers(view)
         healthy = removed - self.game.dead
-        if healthy and len(view.shards) == len(self.game.view.shards):
-            if not self.may_be_undecided(view):
-                raise Broken(f"view {view.number} gives up {healthy}, who live")
-            self.game.halved = True
+        is_smaller = len(view.shards) != len(self.game.view.shards)
+        if healthy and not is_smaller and not self.may_be_undecided(view):
+            raise Broken(f"view {view.number} gives up {healthy}, who live")
 
     def may_be_undecided(self, view: View) -> bool:
-        """Of two halves of the servers, either may stay while there are no trainers to decide."""
+        """Of two halves of the servers, either may stay before a first trainer has joined."""
         named = views.servers_of(self.game.view)
         living, staying = named & set(self.game.living), views.servers_of(view)
         is_half = len(living) <= 2 * len(staying) <= len(named)
-        return is_half and not self.game.view.trainers and all(s.chain for s in view.shards)
+        return is_half and not self.game.view.joined and all(s.chain for s in view.shards)
+
+    def check_unconfirmed(self, newcomer: Process, view: View, new: set[Server]) -> None:
+        """A newcomer acts on what it read only if no server that it can ask knows more.
+
+        But for those that were new themselves when they were asked.
+        """
+        named = named_in(view, lambda name: self.game.lives[name] - 1)
+        for each in self.game.servers:
+            is_to_ask = each is not newcomer and each.life in named - new
+            can_answer = self.game.is_healthy(each) and newcomer.knows_of(each.life)
+            knows_more = each.view is not None and each.view.number > view.number
+            if is_to_ask and can_answer and knows_more:
+                who = f"{newcomer.life} believes in view {view.number}"
+                raise Broken(f"{who}, and {each.life} knows a later one")
 
     @staticmethod
     def keepers(view: View) -> set[Server]:
@@ -154,7 +170,9 @@ class Rules:
             kills, resizes = (
                 getattr(plan, f"{k}s") - self.game.budget[k] for k in ("kill", "resize")
             )
-            may_lose = kills > min(plan.backups, plan.servers - 1) or resizes or self.game.halved
+            may_lose = kills > min(plan.backups, plan.servers - 1) or resizes
+            if not self.game.view.joined and not self.game.view.snapshots:
+                raise Broken(f"an empty cluster gave up: {self.game.view.broken}")
             whole = [s for s in self.game.view.snapshots if s.folder not in self.game.damaged]
             if whole or not may_lose:
                 raise Broken(f"the cluster gave up: {self.game.view.broken}")

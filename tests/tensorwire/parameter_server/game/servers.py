@@ -328,6 +328,8 @@ class ServerProcess(Process):
         elif kind == "view":
             self.see(what[1])
             self.reply(call, True)
+        elif kind == "latest":
+            self.reply(call, self.view or "none")
         elif kind == "poll":
             self.see(what[1])
             self.polls.append((call, *what[1:]))

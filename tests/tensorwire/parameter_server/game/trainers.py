@@ -21,7 +21,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Reply,
 )
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
-from tensorwire.parameter_server.decisions.views import Client, Server, View
+from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
 from tests.tensorwire.parameter_server.game.leasing import SAMPLER, Leasing
 from tests.tensorwire.parameter_server.game.loads import declared
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
@@ -63,7 +63,10 @@ class TrainerProcess(Process):
             self.game.later(self, lambda: self.handle(sender, number, what))
 
     def begin(self) -> None:
-        self.refresh()
+        if self.game.plan.stranger:
+            self.confirm(self.see)
+        else:
+            self.refresh()
 
     def lost(self, life: Server) -> None:
         if self.view is not None and self.view.coordinator == life:
@@ -110,8 +113,7 @@ class TrainerProcess(Process):
         self.generation = view.generation
         self.kept.clear()
         self.rollbacks += 1
-        snapshot = view.snapshot
-        assert snapshot is not None
+        snapshot = view.snapshot or Snapshot("", {}, 0)
         if view.trainer(self.client) is None:
             self.phase = "done"  # it had finished
             return
