@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tensorwire.parameter_server.client.distinct import distinct
+from tensorwire.parameter_server.client.features import packed
 from tensorwire.parameter_server.client.gradient import RowGradient, watch
 from tensorwire.parameter_server.client.lookup import spread
 from tensorwire.parameter_server.messaging.messages import TableIds
@@ -170,11 +171,12 @@ class _Module(Lookup):
 
         Raises:
             TypeError: they are no whole numbers.
+            ValueError: they are nested in another layout than ``torch.jagged``.
         """
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"table {self.table.name!r}: ids must be an int64 tensor, not {kind}")
-        return ids.values() if ids.is_nested else ids
+        return packed(f"table {self.table.name!r}", ids).values() if ids.is_nested else ids
 
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, the place of each id among them, and the place of padding."""
@@ -269,8 +271,8 @@ def _nested_like(values: Tensor, ids: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, _offsets(ids))
 
 
-def _offsets(ids: Any) -> Tensor:
-    offsets: Tensor = ids.offsets()
+def _offsets(ids: Tensor) -> Tensor:
+    offsets: Tensor = packed("ids", ids).offsets()
     return offsets
 
 

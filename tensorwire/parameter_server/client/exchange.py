@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -108,21 +108,31 @@ class Whole:
     """The batches of samples from which it came, if these are counted."""
 
 
+UNKNOWN: Final = -1
+"""In place of a number, of a row that a trainer does not keep."""
+UNDER_WAY: Final = -2
+"""In place of a number, of a row that is in an answer which has not been taken in yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class KnownRows:
     """Up to which changes this trainer knows rows that it keeps.
 
     Args:
         lives: by shard, the life of its count of changes.
-        numbers: int64, of each id that is asked for; negative for those that it does not keep.
+        numbers: int64, of each id that is asked for, or ``UNKNOWN`` or ``UNDER_WAY``.
+        promised: by shard, the change up to which rows under way will be known at least.
     """
 
     lives: Mapping[int, int]
     numbers: Ints
+    promised: Mapping[int, int] = field(default_factory=dict)
 
     def at(self, shard: int, places: Ints | None) -> Known:
         """As one shard is told of its ids, which have these places; None for all."""
         own = self.numbers if places is None else self.numbers[places]
+        if self.promised:
+            own = np.where(own == UNDER_WAY, self.promised.get(shard, UNKNOWN), own)
         if len(own) and (own[0] == own).all():
             own = own[:1]
         return Known(self.lives.get(shard, 0), torch.from_numpy(np.ascontiguousarray(own)))

@@ -51,6 +51,7 @@ def given(where: str, names: Sequence[str], weighted: Sequence[bool], batch: Any
     Raises:
         KeyError: a feature is missing.
         TypeError: it is neither.
+        ValueError: keys have batches of different sizes.
     """
     if isinstance(batch, Mapping):
         if missing := [name for name in names if name not in batch]:
@@ -62,6 +63,10 @@ def given(where: str, names: Sequence[str], weighted: Sequence[bool], batch: Any
             f"{where}: ids are a {type(batch).__name__}, neither a dict from features to tensors "
             "nor like torchrec's KeyedJaggedTensor"
         )
+    varies = getattr(batch, "variable_stride_per_key", None)
+    if callable(varies) and varies():
+        raise ValueError(f"{where}: the {type(batch).__name__} has batches of different sizes for "
+                         "its keys; all features of a batch need as many bags")  # fmt: skip
     weights = batch.weights_or_none() if any(weighted) else None
     return [tuple(batch.keys()), batch.values(), batch.lengths(), weights]
 
@@ -114,16 +119,15 @@ def _from_tensor(where: str, name: str, ids: Any, weighted: bool) -> FeatureIds:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"{where}: feature {name!r}: ids must be an int64 tensor, not {kind}")
-    if weights is not None and not isinstance(weights, Tensor):
-        raise TypeError(f"{where}: feature {name!r}: weights are a {type(weights).__name__}, "
-                        "not a tensor")  # fmt: skip
-    if weights is not None and weights.shape != ids.shape and not ids.is_nested:
+    if weights is not None:
+        _require_factors(where, name, weights)
+    if ids.is_nested:
+        return _from_nested(where, name, ids, weights)
+    if weights is not None and weights.shape != ids.shape:
         raise ValueError(
             f"{where}: feature {name!r}: weights have shape {tuple(weights.shape)}, and ids "
             f"{tuple(ids.shape)}"
         )
-    if ids.is_nested:
-        return _from_nested(ids, weights)
     if ids.dim() != 2:
         raise ValueError(
             f"{where}: feature {name!r}: ids have shape {tuple(ids.shape)}, not (batch, n); "
@@ -133,10 +137,45 @@ def _from_tensor(where: str, name: str, ids: Any, weighted: bool) -> FeatureIds:
     return FeatureIds(ids.reshape(-1).long(), ids.shape[1], None, ids.shape[0], flat)
 
 
-def _from_nested(ids: Any, weights: Any) -> FeatureIds:
-    lengths = ids.offsets().diff().cpu()
-    flat = weights.values() if weights is not None and weights.is_nested else weights
-    return FeatureIds(ids.values().long(), None, lengths, len(lengths), flat)
+def _require_factors(where: str, name: str, weights: Any) -> None:
+    if not isinstance(weights, Tensor) or weights.dtype != torch.float32:
+        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+        raise TypeError(f"{where}: feature {name!r}: weights must be a float32 tensor, not {kind}")
+
+
+def packed(where: str, ids: Any) -> Any:
+    """A nested tensor as one without gaps between its parts, which ``narrow`` leaves.
+
+    Args:
+        where: whose it is, for the error.
+        ids: nested.
+
+    Raises:
+        ValueError: it has another layout than ``torch.jagged``.
+    """
+    if ids.layout != torch.jagged:
+        raise ValueError(f"{where}: a nested tensor has the layout {ids.layout}; make it with "
+                         "layout=torch.jagged")  # fmt: skip
+    return ids if ids.lengths() is None else ids.contiguous()
+
+
+def _from_nested(where: str, name: str, ids: Any, weights: Any) -> FeatureIds:
+    whose = f"{where}: feature {name!r}"
+    ids = packed(whose, ids)
+    values, offsets = ids.values().long(), ids.offsets()
+    lengths = offsets.diff().cpu()
+    if values.dim() != 1 or int(lengths.sum()) != len(values):
+        raise ValueError(f"{whose}: bags have {int(lengths.sum())} ids together, and the nested "
+                         f"tensor's values the shape {tuple(values.shape)}")  # fmt: skip
+    if weights is not None and weights.is_nested:
+        weights = packed(whose, weights)
+        if not torch.equal(weights.offsets(), offsets):
+            raise ValueError(f"{whose}: weights have other numbers of elements than the bags' ids")
+        weights = weights.values()
+    if weights is not None and weights.shape != values.shape:
+        raise ValueError(f"{whose}: weights have shape {tuple(weights.shape)}, and ids "
+                         f"{tuple(values.shape)}")  # fmt: skip
+    return FeatureIds(values, None, lengths, len(lengths), weights)
 
 
 def _from_keyed_jagged(
@@ -150,8 +189,19 @@ def _from_keyed_jagged(
         raise TypeError(f"{where}: ids must be an int64 tensor, not {values.dtype}")
     if any(weighted) and weights is None:
         raise TypeError(f"{where}: features are weighted, and the batch has no weights")
+    if weights is not None:
+        _require_factors(where, names[weighted.index(True)], weights)
+        if weights.shape != values.shape:
+            raise ValueError(f"{where}: weights have shape {tuple(weights.shape)}, and ids "
+                             f"{tuple(values.shape)}")  # fmt: skip
+    if lengths.numel() % len(keys):
+        raise ValueError(f"{where}: {lengths.numel()} lengths are not as many for each of the keys "
+                         f"{', '.join(map(repr, keys))}")  # fmt: skip
     by_key = lengths.cpu().long().view(len(keys), -1)
     counts = by_key.sum(1).tolist()
+    if sum(counts) != len(values) or bool((by_key < 0).any()):
+        raise ValueError(f"{where}: lengths must be at least 0 and name all of {len(values)} ids; "
+                         f"they name {sum(counts)}")  # fmt: skip
     place = {key: number for number, key in enumerate(keys)}
     ids = values.long().split_with_sizes(counts)
     factors = None if weights is None else weights.split_with_sizes(counts)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.client.exchange import ShardChanges
+from tensorwire.parameter_server.client.exchange import UNDER_WAY, UNKNOWN, ShardChanges
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.kernels.arrays import Bools, Floats, Ints, Slots
 from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.rows.memory import Column
-
-_UNKNOWN: Final = -1
 
 
 class KeptRows:
@@ -39,6 +37,7 @@ class KeptRows:
         self._free = np.empty(0, np.int64)
         self._values = Column(np.float32, dim)
         self._known = np.empty(0, np.int64)
+        self._pulls = np.empty(0, np.int64)  # beside a step that asked for each last; 0 for none
         self._users = np.empty(0, np.int64)
 
     def __len__(self) -> int:
@@ -67,7 +66,7 @@ class KeptRows:
         places[found[: len(before)]] = self._places
         new = np.flatnonzero(places < 0)
         places[new] = self._take_free(len(new))
-        self._known[places[new]] = _UNKNOWN
+        self._known[places[new]] = UNKNOWN
         self._ids, self._places, self._sizes = unique, places, counts
         mine = places[found[len(before) :]]
         self._users[mine] += 1
@@ -104,7 +103,8 @@ class KeptRows:
             size = len(self._known)
             more = max(missing, size)
             self._free = np.concatenate((self._free, np.arange(size, size + more)))
-            self._known = np.concatenate((self._known, np.full(more, _UNKNOWN)))
+            self._known = np.concatenate((self._known, np.full(more, UNKNOWN)))
+            self._pulls = np.concatenate((self._pulls, np.zeros(more, np.int64)))
             self._users = np.concatenate((self._users, np.zeros(more, np.int64)))
             self._values.reserve(size + more)
         taken, self._free = self._free[:count], self._free[count:]
@@ -116,13 +116,26 @@ class KeptRows:
 
     def forget(self) -> None:
         """Nothing is known any more of any row; each keeps its place."""
-        self._known[:] = _UNKNOWN
+        self._known[:] = UNKNOWN
+        self._pulls[:] = 0
 
-    def known(self, places: Ints) -> Ints:
-        """Up to which change each of these rows is known; negative for not at all."""
-        return self._known[places]
+    def known(self, places: Ints, pull: int) -> Ints:
+        """Up to which change each of these rows is known, or ``UNKNOWN`` or ``UNDER_WAY``.
 
-    def lacking(self, coming: Sequence[Ints]) -> tuple[TableIds, Ints]:
+        Args:
+            places: of the rows.
+            pull: the one beside a step whose answer is under way; 0 for none.
+        """
+        found = self._known[places]
+        if pull:
+            found[self._pulls[places] == pull] = UNDER_WAY
+        return found
+
+    def ask(self, places: Ints, pull: int) -> None:
+        """Rows are asked for beside a step, by the pull of this number."""
+        self._pulls[places] = pull
+
+    def lacking(self, coming: Sequence[Ints], pull: int) -> tuple[TableIds, Ints]:
         """The rows to bring while a step is under way, and their places.
 
         Those of the batch after the next, as they may have changed; and those of later batches
@@ -132,10 +145,11 @@ class KeptRows:
         Args:
             coming: the places of each coming batch, two at least. Those of the first one come
                 with the step itself.
+            pull: the one beside a step whose answer is under way; 0 for none.
         """
         wanted = np.zeros(len(self._known), bool)
         for later in coming[2:]:
-            wanted[later] = self._known[later] < 0
+            wanted[later] = self.known(later, pull) == UNKNOWN
         wanted[coming[1]] = True
         wanted[coming[0]] = False
         chosen = wanted[self._places]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rpc.testing import MemoryHub, local_group
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.client.exchange import Wanted
+from tensorwire.parameter_server.client.stepper import Stepper
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.server.state import ShardState
@@ -317,6 +318,29 @@ def test_an_answer_to_a_step_brings_only_what_the_step_has_changed(
         fresh = wants[step + ahead] - kept
         trained = set().union(*wants[step + 2 - ahead : step + 1])
         assert beside[step] == fresh | (wants[step + 2] & trained - wants[step + 1])
+
+
+def test_a_step_is_sent_before_the_answer_beside_the_last_one_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    send, send_aside, wait_aside = Stepper.send, Stepper.send_aside, Stepper.wait_aside
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            done.append(name)
+            return function(*args, **how)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "send", noted("step", send))
+        patch.setattr(Stepper, "send_aside", noted("aside", send_aside))
+        patch.setattr(Stepper, "wait_aside", noted("answer", wait_aside))
+        played(2, servers=1)
+    steps = " ".join(done)
+    assert steps.startswith("step step aside step aside answer step aside answer ")
+    assert done.count("answer") == done.count("aside") == STEPS - 2
 
 
 def test_rows_that_nobody_wants_any_more_are_forgotten() -> None:

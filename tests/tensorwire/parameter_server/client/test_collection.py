@@ -394,3 +394,92 @@ def test_ids_that_do_not_fit_are_refused_before_anything_is_fetched(
     with pytest.raises(kind, match=wanted):
         module(ids)
     assert not ours[0].cluster.fetched
+
+
+def nested(*sizes: int) -> Tensor:
+    return torch.nested.nested_tensor([numbers(n) for n in sizes], layout=torch.jagged)
+
+
+def with_gaps() -> Tensor:
+    """Bags of two and one of the eight ids that a tensor has."""
+    begins, lengths = torch.tensor([0, 4, 8]), torch.tensor([2, 1])
+    return torch.nested.nested_tensor_from_jagged(torch.arange(8), begins, lengths)
+
+
+def test_a_nested_tensor_with_gaps_has_the_ids_that_it_shows() -> None:
+    (table,) = tables(7)
+    whole = torch.nested.nested_tensor([torch.arange(2), torch.tensor([4])], layout=torch.jagged)
+    modules = [
+        lambda ids: EmbeddingBagCollection({"a": table})({"a": ids})["a"],
+        EmbeddingBag(table, "sum"),
+        lambda ids: Embedding(table)(ids).values(),
+    ]
+    for module in modules:
+        assert torch.equal(module(with_gaps()), module(whole))
+    keyed = EmbeddingBagCollection({"a": Feature(table, weighted=True)})
+    assert torch.equal(
+        keyed({"a": (with_gaps(), torch.ones(3))})["a"], EmbeddingBag(table, "sum")(whole)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_of_another_layout_is_refused() -> None:
+    (table,) = tables(7)
+    ids = torch.nested.nested_tensor([numbers(2), numbers(1)])
+    for ask in (
+        lambda: Embedding(table)(ids),
+        lambda: EmbeddingBagCollection({"a": table})({"a": ids}),
+    ):
+        with pytest.raises(ValueError, match="layout torch.strided; make it with layout=torch.jag"):
+            ask()
+
+
+def _keyed(ids: int, lengths: list[int], weights: Tensor | None = None) -> JaggedOfMany:
+    return JaggedOfMany(["a", "b"], numbers(ids), torch.tensor(lengths), weights)
+
+
+@pytest.mark.parametrize(
+    ("ids", "kind", "wanted"),
+    [
+        (
+            (numbers(2, 2), torch.ones(2, 2).long()),
+            TypeError,
+            "must be a float32 tensor, not torch",
+        ),
+        ((numbers(2, 2), [1.0]), TypeError, "'a': weights must be a float32 tensor, not list"),
+        ((numbers(2, 2), torch.ones(2, 1)), ValueError, r"shape \(2, 1\), and ids \(2, 2\)"),
+        ((nested(2, 1), torch.ones(5)), ValueError, r"weights have shape \(5,\), and ids \(3,\)"),
+        (
+            (nested(2, 1), nested(1, 2).float()),
+            ValueError,
+            "other numbers of elements than the bag",
+        ),
+        (_keyed(3, [1, 1, 1], torch.ones(3)), ValueError, "3 lengths are not as many for each of"),
+        (_keyed(3, [1, 1, 1, 1], torch.ones(3)), ValueError, "name all of 3 ids; they name 4"),
+        (_keyed(2, [1, -1, 1, 1], torch.ones(2)), ValueError, "lengths must be at least 0"),
+        (_keyed(2, [1, 1], torch.ones(3)), ValueError, r"weights have shape \(3,\), and ids"),
+        (_keyed(2, [1, 1], torch.ones(2).double()), TypeError, "float32 tensor, not torch.float64"),
+    ],
+)
+def test_weights_and_lengths_that_do_not_fit_are_refused_before_anything_is_fetched(
+    ids: Any, kind: type[Exception], wanted: str
+) -> None:
+    ours = tables(7, 7)
+    module = EmbeddingBagCollection(
+        {"a": Feature(ours[0], weighted=True), "b": ours[1]}  # type: ignore[dict-item, arg-type]
+    )
+    with pytest.raises(kind, match=wanted):
+        module(ids if isinstance(ids, JaggedOfMany) else {"a": ids, "b": numbers(2, 1)})
+    assert not ours[0].cluster.fetched
+
+
+def test_keys_with_batches_of_different_sizes_are_refused() -> None:
+    class Varying(JaggedOfMany):
+        def variable_stride_per_key(self) -> bool:
+            return True
+
+    (table,) = tables(7)
+    module = EmbeddingBagCollection({"a": table, "b": table})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="the Varying has batches of different sizes for its keys"):
+        module(Varying(["a", "b"], numbers(4), torch.ones(4).long()))
+    assert not table.cluster.fetched
