@@ -430,7 +430,7 @@ def test_a_nested_tensor_of_another_layout_is_refused() -> None:
         lambda: Embedding(table)(ids),
         lambda: EmbeddingBagCollection({"a": table})({"a": ids}),
     ):
-        with pytest.raises(ValueError, match="layout torch.strided; make it with layout=torch.jag"):
+        with pytest.raises(ValueError, match=r"layout torch\.strided; make it with layout="):
             ask()
 
 
