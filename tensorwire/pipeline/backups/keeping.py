@@ -51,6 +51,19 @@ class Keep:
     lives: Mapping[str, extend.Life]
 
 
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """A copy that is not whole yet.
+
+    Args:
+        tensors: that have come.
+        places: memory for the others.
+    """
+
+    tensors: dict[Key, torch.Tensor]
+    places: Mapping[Key, torch.Tensor]
+
+
 class Keeper:
     """The copies of one pipeline on this worker; its methods may be called from any thread."""
 
@@ -61,7 +74,7 @@ class Keeper:
         self.timer: threading.Timer | None = None
         self._lock = threading.Lock()
         self._shelf: Shelf[StageCopy] = Shelf()
-        self._arriving: dict[tuple[Seat, int], dict[Key, torch.Tensor]] = {}
+        self._arriving: dict[tuple[Epoch, Seat, int], _Arriving] = {}
         self._recycled: dict[Seat, Mapping[Key, torch.Tensor]] = {}
 
     def enter(self, epoch: Epoch) -> None:
@@ -129,23 +142,31 @@ class Keeper:
             PipelineError: what arrived is not what was sent.
             SupersededError: a later epoch is known.
         """
-        self.enter(piece.epoch)
-        at = piece.seat, piece.version
+        at = piece.epoch, piece.seat, piece.version
         with self._lock:
-            if at not in self._arriving:
-                self._arriving[at] = {}
-            tensors = self._arriving[at]
-            places = self._recycled.get(piece.seat, {})
+            if not self._shelf.enter(piece.epoch):
+                raise self._superseded(piece.epoch)
+            arriving = self._arriving.get(at) or self._begins(piece)
         for key, tensor in zip(piece.keys, piece.tensors, strict=True):
-            tensors[key] = copied_into(places.get(key), tensor)
+            arriving.tensors[key] = copied_into(arriving.places.get(key), tensor)
         if piece.rest is None:
             return
-        copied = StageCopy(piece.seat, tensors, piece.rest, piece.checksum)
         with self._lock:
             self._arriving.pop(at, None)
-            self._recycled.pop(piece.seat, None)
+        copied = StageCopy(piece.seat, arriving.tensors, piece.rest, piece.checksum)
         copied.require_whole()
         self.put(piece.epoch, piece.seat, piece.version, copied)
+
+    def _begins(self, piece: Piece) -> _Arriving:
+        """The first piece of a copy is here; what came in other epochs will never be whole.
+
+        A piece of one may still be written on another thread, so its memory is not used again.
+        """
+        for at in [each for each in self._arriving if each[0] != piece.epoch]:
+            del self._arriving[at]
+        begun = _Arriving({}, self._recycled.pop(piece.seat, {}))
+        self._arriving[piece.epoch, piece.seat, piece.version] = begun
+        return begun
 
     def _recycle(self, dropped: list[StageCopy]) -> None:
         self._recycled.update({each.seat: each.tensors for each in dropped})
