@@ -82,6 +82,9 @@ tutorials: $(READY)
 	RPC_BACKEND=$(or $(BACKEND),TENSORWIRE) $(RPCRUN) --role ps:2,$(SERVICE) --role trainer:2 \
 	  -m tutorials.parameter_server.words --steps 300
 	RPC_BACKEND=$(or $(BACKEND),TENSORWIRE) $(RPCRUN) --role ps:2,$(SERVICE) \
+	  --role web:1,service=tutorials.serving.web --role trainer:1 \
+	  -m tutorials.serving.train --steps 200
+	RPC_BACKEND=$(or $(BACKEND),TENSORWIRE) $(RPCRUN) --role ps:2,$(SERVICE) \
 	  --role trainer:1,max_restarts=1 -m tutorials.trainer.fine_tune --steps 40 --kill
 	$(RPCRUN) --role server:1 --role trainer:2,service \
 	  -m tutorials.ddp_rpc.train --epochs 1 $(SMALL)

@@ -33,7 +33,7 @@ def test_a_reader_goes_on_where_a_connection_broke(tmp_path: Path) -> None:
             for piece in whole(version, name, offset):
                 yield piece
                 if len(asked) < 3:
-                    chain._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+                    chain._socket.close()  # type: ignore[union-attr]
 
         chain.read = read  # type: ignore[method-assign]
         source = mirror.Mirror(chain, tmp_path / "cache")

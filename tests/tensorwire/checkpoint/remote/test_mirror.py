@@ -40,9 +40,9 @@ def test_damage_in_a_store_is_refused_and_not_fetched_again_and_again(
         publishing.update()
         copier.copy()
         looks: list[object] = []
-        waiting.until(lambda: isinstance(weights.error, DamagedCheckpointError))
+        waiting.until(lambda: isinstance(weights.error, DamagedCheckpointError), 90)
         monkeypatch.setattr(mirror.Mirror, "_fetch", _noted(mirror.Mirror._fetch, looks))
-        waiting.until(lambda: len(looks) > 3)
+        waiting.until(lambda: len(looks) > 3, 90)
         assert fetched == ["0000000001.delta"]
         assert torch.equal(weights.value("x"), torch.ones(3))
     publishing.close()

@@ -32,6 +32,7 @@ from tensorwire.checkpoint.remote.client import PublishedChain
 from tensorwire.checkpoint.remote.handshake import HELLO_BYTES, NONCE_BYTES, ReaderSide
 from tensorwire.checkpoint.remote.keys import write_reader_key
 from tests import waiting
+from tests.free_ports import free_port
 from tests.rpc.transports.tensorwire import certificates
 from tests.tensorwire.checkpoint.folders import flip
 
@@ -95,7 +96,7 @@ def test_a_follower_leaves_nothing_behind(
     with published.follow() as weights:
         (folder,) = (tmp_path / "tmp").iterdir()
         weights.wait_for(published.update(), timeout=60)
-        waiting.until(lambda: not list(folder.iterdir()))
+        waiting.until(lambda: not list(folder.iterdir()), 90)
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -155,10 +156,12 @@ def test_somebody_else_who_answers_is_not_believed(tmp_path: Path, data: bytes, 
 def test_a_follower_outlives_its_publisher(
     published: _Published, caplog: pytest.LogCaptureFixture
 ) -> None:
+    port = free_port()  # nobody else takes it meanwhile
+    published.server.close()
+    published.server = ChainServer(published.folder / "chain", _KEY, port=port)
     with published.follow() as weights:
-        port = published.server.port
         published.server.close()
-        waiting.until(lambda: isinstance(weights.error, NoPublisherError))
+        waiting.until(lambda: isinstance(weights.error, NoPublisherError), 90)
         published.assert_same(weights)
         assert "is served on, as no newer one can be taken over" in caplog.text
         with ChainServer(published.folder / "chain", _KEY, port=port):
@@ -212,7 +215,7 @@ def test_damage_and_another_chain_are_refused_and_named(
         moved = folder.rename(tmp_path / "moved")
         other = checkpoint.publish({"model": published.model}, folder)
         other.close()
-        waiting.until(lambda: isinstance(weights.error, MismatchError))
+        waiting.until(lambda: isinstance(weights.error, MismatchError), 90)
         assert "holds another chain" in str(weights.error)
         shutil.rmtree(folder)
         moved.rename(folder)
@@ -395,5 +398,5 @@ def test_refusals_are_logged_without_the_key(
     caplog.set_level(logging.INFO)
     with pytest.raises(WrongKeyError):
         _follow(f"tensorwire://127.0.0.1:{published.server.port}", tmp_path, b"w" * 64)
-    waiting.until(lambda: "is refused: the reader does not have the key" in caplog.text)
+    waiting.until(lambda: "is refused: the reader does not have the key" in caplog.text, 90)
     assert "www" not in caplog.text

@@ -38,6 +38,7 @@ class Published:
         tables: which there are.
         shards: that write.
         keep_bases: see ``ChainWriter``.
+        net: its dense parameters.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class Published:
         tables: Sequence[TableSpec] = (ITEMS, USERS),
         shards: int = 2,
         keep_bases: int = 9,
+        net: DenseSpec = NET,
     ) -> None:
         self.writer = ChainWriter(folder, keep_bases)
         self.rows: dict[str, dict[int, torch.Tensor]] = {each.name: {} for each in tables}
-        self.weights = [torch.zeros(shape) for shape in NET.shapes]
+        self.weights = [torch.zeros(shape) for shape in net.shapes]
+        self._net = net
         self.tables = {each.name: each for each in tables}
         self._slots = evenly(range(shards))
         self._shards = shards
@@ -124,7 +127,7 @@ class Published:
                     part.add(f"table/{name}/{place}/weight", weight)
                 about = without_state(saved_table(spec, spec.rule)).encode()
                 tables[name] = {"about": about, "pieces": len(pieces), "steps": 0}
-            dense = self._write_dense(part, NET) if shard == 0 else {}
+            dense = self._write_dense(part, self._net) if shard == 0 else {}
             slots = runs_of(self._slots)
             part.finish({"shard": shard, "slots": slots, "tables": tables, "dense": dense})
 
