@@ -34,6 +34,7 @@ and TorchRec's fused collection in one process, where that is installed or ``--t
 ``rows``: ``ours, ahead`` with as many rows, and with ten times as many.
 ``memory``: fills a table of 20 million rows of 16, and tells the server's memory.
 ``published``: fills it, publishes a base, changes one row in 100, and publishes a delta.
+``followers``: followers of versions, and an evaluator that asks the server, beside training.
 ``steps``: does 100 000 small steps, and tells the memory of both on the way.
 ``ahead``: the click model's collection with 1, 2, 4 and 8 batches ahead, trainer and server in
 networks of their own, between which a relay delays packets by 1 and 5 ms and bounds the rate; tells
@@ -59,7 +60,16 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from benchmarks.parameter_server import ahead, by_hand, many, memory, ours, pairs, published
+from benchmarks.parameter_server import (
+    ahead,
+    by_hand,
+    following,
+    many,
+    memory,
+    ours,
+    pairs,
+    published,
+)
 from benchmarks.parameter_server.case import BATCHES, Case, Program
 from benchmarks.stepping import SteppingGroup
 
@@ -232,6 +242,10 @@ def _published(options: argparse.Namespace, case: Case) -> str:
     return published.published_rows(replace(case, rows=options.many_rows, dim=16, threads=1))
 
 
+def _followers(options: argparse.Namespace, case: Case) -> str:
+    return following.followers(replace(case, dim=16, threads=1), options.readers, options.seconds)
+
+
 def _ahead(options: argparse.Namespace, case: Case) -> str:
     tables = replace(_case_of_many(options, options.tables or 26, options.threads[0]), servers=1)
     return f"{_name(tables)}, at {options.megabits:g} Mbit/s\n" + ahead.compare(
@@ -256,6 +270,7 @@ def _click(options: argparse.Namespace, case: Case) -> str:
 _SECTIONS = {
     "tables": _tables, "dense": _dense, "backups": _backups, "rows": _rows, "memory": _memory,
     "steps": _steps, "ahead": _ahead, "click": _click, "published": _published,
+    "followers": _followers,
 }  # fmt: skip
 
 
@@ -286,6 +301,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", metavar="PROGRAM", help="of tables, e.g. 'sum of floors' (all)")
     add("--rounds", type=int, default=9, help="(%(default)s)")
     add("--steps", type=int, default=10, help="of a round (%(default)s)")
+    add("--readers", type=int, default=10, help="of versions, at a time (%(default)s)")
+    add("--seconds", type=float, default=60.0, help="for which they read (%(default)s)")
     add("--many-rows", type=int, default=20_000_000, help="to fill memory with (%(default)s)")
     add("--many-steps", type=int, default=100_000, help="to see memory stay (%(default)s)")
     options = parser.parse_args(arguments)
@@ -295,7 +312,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         vars(options).update(rows=2000, ids=256, dim=8, megabytes=0.25, threads=[1], rounds=2)
         vars(options).update(steps=2, many_rows=1 << 19, many_steps=2000)
-        vars(options).update(batch=32, table_rows=200)
+        vars(options).update(batch=32, table_rows=200, readers=2, seconds=3.0)
     return options
 
 
