@@ -67,15 +67,17 @@ class StoredChain:
         Raises:
             CheckpointError: there is no way, or the store cannot be read.
         """
-        names = _folders(self._files, self._root)
-        self._texts = {name: self._text(name) for name in names} if names else {}
+        texts: dict[str, bytes] = {}
         versions: list[Version] = []
         errors: dict[int, CheckpointError] = {}
-        for name, text in self._texts.items():
+        for name, number in _folders(self._files, self._root).items():
             try:
+                text = self._text(name)
                 versions.append(parsed(text, Path(name)))
+                texts[name] = text  # others are read again: they may be under way
             except CheckpointError as error:
-                errors[names[name]] = error
+                errors[number] = error
+        self._texts = texts
         chain = Chain(Path(self._url), tuple(versions), errors)
         way = chain.way(None if after is None else after.place)
         return [self._texts[folder_name(each.number, each.kind)] for each in way]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tensorwire import checkpoint
-from tensorwire.checkpoint import ChainCopier, CheckpointError, Publishing
+from tensorwire.checkpoint import ChainCopier, CheckpointError, DamagedCheckpointError, Publishing
+from tensorwire.checkpoint.remote.objects import StoredChain
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -59,6 +60,20 @@ def test_a_version_that_is_copied_in_part_is_not_there(tmp_path: Path, url: str)
     assert copier.copy() == 1
     with checkpoint.follow(url) as weights:
         assert torch.equal(weights.value("x"), torch.ones(3))
+
+
+def test_a_version_whose_description_is_under_way_is_read_again(tmp_path: Path, url: str) -> None:
+    """Some stores show a file before all of it is there."""
+    _publish(tmp_path, torch.ones(3)).close()
+    files, path = fsspec.filesystem("memory"), f"{url}/0000000000.base/version.json"
+    ChainCopier(tmp_path, url).copy()
+    text = files.cat_file(path)
+    files.pipe_file(path, text[:50])
+    stored = StoredChain(url)
+    with pytest.raises(DamagedCheckpointError):
+        stored.way(None)
+    files.pipe_file(path, text)
+    assert stored.way(None) == [text]
 
 
 def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
