@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -17,16 +17,14 @@ from rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
-    UNSET_RPC_TIMEOUT,
 )
-from rpc.group.directory import Destination
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.outcomes.futures import Future
-from rpc.protocol.retry import Retry
-from rpc.rrefs.rref import RRef
 from rpc.transports.base import Transport
 from rpc.transports.tensorpipe.transport import TensorPipeTransport, available
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions, TensorWireTransport
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 FAULTY_TENSORPIPE = "FAULTY_TENSORPIPE"
 FAULTY_TENSORWIRE = "FAULTY_TENSORWIRE"
@@ -96,43 +94,22 @@ class FaultyAgent(Agent):
 
     transport: FaultyTransport
 
-    def rpc_sync(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = UNSET_RPC_TIMEOUT,
-        retry: Retry | None = None,
-    ) -> Any:
-        """See ``Agent.rpc_sync``."""
-        return self.rpc_async(to, func, args, kwargs, timeout, retry).wait()
+    def _lend_methods(self) -> None:
+        """Lends those that make calls so that they tell the transport what is called."""
+        super()._lend_methods()
+        call, self.remote = self._telling(self.rpc_async), self._telling(self.remote)
+        self.rpc_async = call
+        self.rpc_sync = lambda *args, **kwargs: call(*args, **kwargs).wait()
 
-    def rpc_async(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = UNSET_RPC_TIMEOUT,
-        retry: Retry | None = None,
-    ) -> Future[Any]:
-        """See ``Agent.rpc_async``."""
-        with self.transport.callables.calling(func):
-            return super().rpc_async(to, func, args, kwargs, timeout, retry)
+    def _telling(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
+        """A method of a caller, whose second argument is the function to call."""
 
-    def remote(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = UNSET_RPC_TIMEOUT,
-        retry: Retry | None = None,
-    ) -> RRef[Any]:
-        """See ``Agent.remote``."""
-        with self.transport.callables.calling(func):
-            return super().remote(to, func, args, kwargs, timeout, retry)
+        def telling(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            func = args[1] if len(args) > 1 else kwargs["func"]
+            with self.transport.callables.calling(func):
+                return call(*args, **kwargs)
+
+        return telling
 
 
 class FaultyTensorPipeAgent(FaultyAgent):

@@ -11,7 +11,7 @@ autograd needs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
@@ -58,7 +58,7 @@ class Callables:
         self._scripted: set[GlobalId] = set()
 
     @contextmanager
-    def calling(self, func: Callable[..., object]) -> Iterator[None]:
+    def calling(self, func: object) -> Iterator[None]:
         """Marks what is sent in the block as belonging to a call of ``func``."""
         token = _script_call.set(_is_script(func))
         try:

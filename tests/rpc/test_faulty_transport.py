@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 import autograd_dist
+from rpc import testing
+from rpc._testing.backend import FaultyAgent
 from rpc._testing.kinds import Callables
 from rpc._testing.transport import Faults, FaultyTransport
 from rpc.agent import Agent
-from rpc.errors import RpcTimeoutError
+from rpc.errors import RpcTimeoutError, RRefCreationError
 from rpc.testing import MemoryHub, as_worker, connect
 from rpc.transports.base import Transport
 from rpc.transports.tensorwire import TensorWireTransport
@@ -42,6 +45,29 @@ def test_a_call_whose_sending_fails_says_so(transport: type) -> None:
     try:
         with pytest.raises(RuntimeError, match="failed intentionally for PYTHON_CALL"):
             agents[0].rpc_sync("there", abs, (-1,))
+    finally:
+        close(agents)
+
+
+def _minus(value: Tensor) -> Tensor:
+    return -value
+
+
+def test_calls_of_torchs_operators_fail_apart_from_those_of_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(testing, "Agent", FaultyAgent)
+    agents = group(MemoryHub, fail=["SCRIPT_CALL", "SCRIPT_REMOTE_CALL"])
+    here, one = agents[0], (torch.ones(1), 1)
+    try:
+        with pytest.raises(RuntimeError, match="failed intentionally for SCRIPT_CALL"):
+            here.rpc_sync("there", torch.add, one)
+        with pytest.raises(RuntimeError, match="failed intentionally for SCRIPT_CALL"):
+            here.rpc_async("there", func=torch.add, args=one).wait()
+        with pytest.raises(RRefCreationError, match="failed intentionally for SCRIPT_REMOTE_CALL"):
+            here.remote("there", torch.add, one).to_here()
+        assert here.rpc_sync("there", _minus, one[:1]) == -1
+        assert here.remote("there", _minus, one[:1]).to_here() == -1
     finally:
         close(agents)
 
