@@ -89,6 +89,55 @@ class _Connected:
         self.is_full = False
 
 
+class Origins:
+    """Connections by where they come from: finds whom to close without a search.
+
+    A stranger may connect from as many addresses as the loopback network has, thousands of times
+    a second.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, dict[int, None]] = {}  # who was silent longest comes first
+        self._by_size: list[dict[str, None]] = [{}]
+
+    def add(self, origin: str, number: int) -> None:
+        """A connection came."""
+        numbers = self._numbers.setdefault(origin, {})
+        numbers[number] = None
+        self._resized(origin, len(numbers) - 1, len(numbers))
+
+    def spoke(self, origin: str, number: int) -> None:
+        """A connection is the last to have been silent, if it is counted here."""
+        numbers = self._numbers.get(origin, {})
+        if number in numbers:
+            numbers[number] = numbers.pop(number)
+
+    def discard(self, origin: str, number: int) -> None:
+        """A connection is gone, or nobody's whom to close."""
+        numbers = self._numbers.get(origin, {})
+        if number in numbers:
+            del numbers[number]
+            if not numbers:
+                del self._numbers[origin]
+            self._resized(origin, len(numbers) + 1, len(numbers))
+
+    def longest_silent(self) -> int | None:
+        """Of the origin that has most connections, the one that was silent longest."""
+        origin = next(iter(self._by_size[-1]), None)
+        return None if origin is None else next(iter(self._numbers[origin]))
+
+    def _resized(self, origin: str, before: int, now: int) -> None:
+        sizes = self._by_size
+        if before:
+            del sizes[before][origin]
+        if now:
+            if now == len(sizes):
+                sizes.append({})
+            sizes[now][origin] = None
+        while len(sizes) > 1 and not sizes[-1]:
+            sizes.pop()
+
+
 class Server:
     """Moves bytes between clients' connections and the stores.
 
@@ -116,7 +165,7 @@ class Server:
         self._connections: dict[int, _Connected] = {}
         self._numbers: dict[Client, int] = {}
         self._unknown: dict[int, float] = {}  # until when each may show what it is, in this order
-        self._by_origin: dict[str, dict[int, None]] = {}  # who was silent longest comes first
+        self._origins = Origins()
 
     def serve(self, keys: int, ends: "tuple[int, ...]") -> None:
         """Serves until one of some descriptors can be read, or is closed at its other end.
@@ -192,7 +241,7 @@ class Server:
             connected.setblocking(False)
             connection = _Connected(address[0], connected, self._first)
             self._connections[number] = connection
-            self._by_origin.setdefault(connection.origin, {})[number] = None
+            self._origins.add(connection.origin, number)
             self._first.register(number, select.EPOLLIN)
             if self._key:
                 self._unknown[number] = monotonic() + SECONDS_TO_PROVE
@@ -206,7 +255,7 @@ class Server:
         connection.gate = None
         self._numbers[connection.client] = number
         if store is self.closed:
-            self._forget_origin(number, connection)
+            self._origins.discard(connection.origin, number)
         else:
             self._first.unregister(number)
             connection.events = self._events
@@ -214,9 +263,7 @@ class Server:
 
     def _go_on(self, number: int, event: int) -> None:
         connection = self._connections[number]
-        same_origin = self._by_origin.get(connection.origin, {})
-        if number in same_origin:
-            same_origin[number] = same_origin.pop(number)
+        self._origins.spoke(connection.origin, number)
         try:
             if connection.is_full and not event & select.EPOLLOUT:
                 raise RefusedError  # it was closed
@@ -283,10 +330,9 @@ class Server:
 
     def _close_idle(self) -> None:
         """Closes a stranger's connection: that silent longest, of the origin that has most."""
-        if self._by_origin:
-            most = max(map(len, self._by_origin.values()))
-            busiest = next(each for each in self._by_origin.values() if len(each) == most)
-            self._close(next(iter(busiest)))
+        number = self._origins.longest_silent()
+        if number is not None:
+            self._close(number)
 
     def _close_client(self, client: Client) -> None:
         self._close(self._numbers[client])
@@ -294,17 +340,11 @@ class Server:
     def _close(self, number: int) -> None:
         connection = self._connections.pop(number)
         self._unknown.pop(number, None)
-        self._forget_origin(number, connection)
+        self._origins.discard(connection.origin, number)
         connection.socket.close()
         if connection.store is not None and connection.client is not None:
             del self._numbers[connection.client]
             connection.store.closed(connection.client)
-
-    def _forget_origin(self, number: int, connection: _Connected) -> None:
-        same_origin = self._by_origin.get(connection.origin, {})
-        same_origin.pop(number, None)
-        if not same_origin:
-            self._by_origin.pop(connection.origin, None)
 
 
 def _warn(text: str) -> None:

@@ -7,17 +7,20 @@ import itertools
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
 from rpc.group.signed_store import SignedStore, signing_key
 from rpc.group.store_host import StoreServer, host_store, open_server
-from rpc.group.store_process import Server
+from rpc.group.store_process import Origins, Server
 from rpc.group.store_values import (
     KEY_BYTES,
     MOST_KEYS,
@@ -283,6 +286,32 @@ def serve() -> Iterator[Callable[[int], int]]:
             return int(listener.getsockname()[1])
 
         yield begin
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "spoke", "discard"]), st.integers(0, 11))))
+def test_who_was_silent_longest_of_the_busiest_origin_is_closed(
+    steps: list[tuple[str, int]],
+) -> None:
+    """As a search through all of them finds it; a quarter of the connections share an origin."""
+    origins, silent = Origins(), dict[int, str]()
+    for do, number in steps:
+        origin = f"127.0.0.{number if number % 4 else 0}"
+        if do == "add" and number in silent:
+            continue
+        getattr(origins, do)(origin, number)
+        if do == "add":
+            silent[number] = origin
+        elif number in silent:
+            del silent[number]
+            if do == "spoke":
+                silent[number] = origin
+        found = origins.longest_silent()
+        if found is None:
+            assert not silent
+        else:
+            counts = Counter(silent.values())
+            assert counts[silent[found]] == max(counts.values())
+            assert found == next(each for each in silent if silent[each] == silent[found])
 
 
 def test_idle_connections_are_bounded_and_a_member_that_was_closed_connects_again(
