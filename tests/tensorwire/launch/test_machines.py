@@ -334,13 +334,37 @@ def test_without_the_machine_that_hosts_the_store_a_job_ends_with_one_sentence(
     assert is_calm(second), second.said
 
 
+def test_a_process_group_is_formed_anew_without_a_machine_that_died(
+    work: Job, hosts: Sequence[Machine]
+) -> None:
+    ddp = ("--role", "ddp:1,pg,max_restarts=3", str(PROGRAMS / "ddp.py"), str(work.folder))
+    first, _ = (
+        work.start(*flags(work, "one", "1:2"), *FORKED, *ddp, machine=machine) for machine in hosts
+    )
+
+    def averages(size: int) -> bool:
+        """Some life of some member has seen a group of that size."""
+        return any(
+            path.read_text().split()[1:2] == [str(size)] for path in work.folder.glob("ddp:*.*")
+        )
+
+    until(lambda: averages(2), SECONDS, 0.05)
+    for path in work.folder.glob("ddp:*.*"):
+        path.unlink()
+    hosts[1].power_off()
+    until(lambda: averages(1), SECONDS, 0.05)
+    end(work, first)
+
+
 @pytest.mark.kills(20, usual=1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_trainer_of_transformers_goes_on_from_its_checkpoint_as_a_machine_comes_and_dies(
-    work: Job, hosts: Sequence[Machine], kill_seed: int
+    work: Job, hosts: Sequence[Machine], kill_seed: int, full_length: bool
 ) -> None:
     """One rank of DistributedDataParallel on each machine, and the server beside the first."""
     pytest.importorskip("transformers")
+    if not full_length:
+        pytest.skip("each life imports transformers, half a minute in all: make kills runs it")
     one, two = hosts
     server = ("--role", "ps:1/job,service=tensorwire.parameter_server")
     ranks = ("--role", "trainer:1,pg,max_restarts=3")
@@ -356,10 +380,10 @@ def test_a_trainer_of_transformers_goes_on_from_its_checkpoint_as_a_machine_come
         return bool(now.get("ranks") == ranks and now["steps"] > 5)
 
     first = begin(one)
-    until(lambda: trains(1), 2 * SECONDS, 0.05)
+    until(lambda: trains(1), 4 * SECONDS, 0.05)
     begin(two)
-    until(lambda: trains(2), 2 * SECONDS, 0.05)
+    until(lambda: trains(2), 4 * SECONDS, 0.05)
     time.sleep(random.Random(kill_seed).uniform(0, 1))  # the moment is to be any
     two.power_off()
-    until(lambda: trains(1), 2 * SECONDS, 0.05)
+    until(lambda: trains(1), 4 * SECONDS, 0.05)
     end(work, first)
