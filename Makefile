@@ -1,7 +1,7 @@
 # The things people do here. Each sets up what it needs, once, in $(VENV).
 #
 #   make train    train a click-through model on two parameter servers with two trainers
-#   make train KILL=1   the same, and a server is killed on the way
+#   make train KILL=1   the same, and a trainer and a server are killed on the way
 #   make tutorials   all tutorials run small, about five minutes   (tutorials/README.md)
 #   make test     all tests          (make test ARGS="-k rref -x")
 #   make check    lint, format, strict types
@@ -57,11 +57,12 @@ setup: $(READY)
 	@:
 
 # Servers need no program; started again if they die, they find their cluster.
+comma := ,
 SERVICE = service=tensorwire.parameter_server,max_restarts=3
 train: export RPC_BACKEND = $(or $(BACKEND),TENSORWIRE)
 train: $(READY)
 	@$(RUN) -m tensorwire.launch --standalone \
-	  --role ps:$(or $(SERVERS),2),$(SERVICE) --role trainer:$(or $(TRAINERS),2) \
+	  --role ps:$(or $(SERVERS),2),$(SERVICE) --role trainer:$(or $(TRAINERS),2)$(if $(KILL),$(comma)max_restarts=1) \
 	  -m tutorials.parameter_server.train $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE)) $(if $(SEED),--seed $(SEED)) \
 	  $(if $(OUTPUT),--output '$(OUTPUT)') $(if $(KILL),--kill) $(ARGS)

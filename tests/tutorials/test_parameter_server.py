@@ -54,7 +54,8 @@ def test_the_main_job_ends_with_the_bits_of_a_quiet_run_although_a_server_is_kil
     output = run_tutorial(
         tmp_path, "parameter_server.train", f"{servers} trainer:1", *_SMALL, "--kill"
     )
-    assert "killing server ps:1" in output
+    assert "killing ps:1" in output
+    assert "each of the 20 pages was trained exactly once" in output
     assert number_after("final AUC:", output) == pytest.approx(wanted, abs=1e-6)
     assert wanted > 0.55
     assert_pictures(tmp_path, "clicks.png")

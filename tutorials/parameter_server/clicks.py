@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 SIZES: Final = {"user": 5000, "item": 2000, "place": 50, "hour": 24}
 """The number of different ids that each field has. The model does not know."""
@@ -34,12 +35,14 @@ class Batch:
         numbers: ``(n, NUMBERS)``.
         clicked: 1 or 0.
         chance: the true chance of each click, which no model sees.
+        page: number of the batch: ``(1,)``.
     """
 
     ids: dict[str, Tensor]
     numbers: Tensor
     clicked: Tensor
     chance: Tensor
+    page: Tensor
 
 
 class World:
@@ -78,7 +81,8 @@ class World:
             field: names[each].unsqueeze(1)
             for field, names, each in zip(SIZES, self._ids, places, strict=True)
         }
-        return Batch(ids, numbers, torch.bernoulli(chance, generator=draw), chance)
+        clicked = torch.bernoulli(chance, generator=draw)
+        return Batch(ids, numbers, clicked, chance, torch.tensor([number]))
 
     def batches(self, trainer: int, trainers: int, steps: int, size: int) -> Iterator[Batch]:
         """One trainer's share of all batches.
@@ -91,6 +95,27 @@ class World:
         """
         for step in range(steps):
             yield self.batch(step * trainers + trainer, size)
+
+
+class Log(Dataset[Batch]):
+    """The log of a world, page by page; a page is a batch.
+
+    Args:
+        world: what is logged.
+        pages: how many there are.
+        size: impressions on each.
+    """
+
+    def __init__(self, world: World, pages: int, size: int) -> None:
+        self._world = world
+        self._pages = pages
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._pages
+
+    def __getitem__(self, number: int) -> Batch:
+        return self._world.batch(number, self._size)
 
 
 def area_under_curve(score: Tensor, clicked: Tensor) -> float:

@@ -15,21 +15,25 @@ import os
 import signal
 import time
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import rpc
 from tensorwire import parameter_server as ps
 from tutorials.arguments import positive
 from tutorials.parameter_server import roles
-from tutorials.parameter_server.clicks import SIZES, Batch, World, area_under_curve
+from tutorials.parameter_server.clicks import SIZES, Batch, Log, World, area_under_curve
 from tutorials.parameter_server.model import DLRM
 
 _DIM = 16
 _TESTS = 8
+_SHOWN = 20
+"""Steps after which the bar is brought up to date, as that is a question to a server."""
 
 
 @dataclass
@@ -61,7 +65,7 @@ def make_model(cluster: ps.Cluster, seed: int) -> DLRM:
     return DLRM(ps.EmbeddingBagCollection(tables), len(tables), _DIM)
 
 
-def make_optimizer(cluster: ps.Cluster, model: DLRM) -> ps.Optimizer:
+def make_optimizer(cluster: ps.Cluster, model: nn.Module) -> ps.Optimizer:
     """Has the servers move rows by the rules of their tables, and the net by Adam."""
     return ps.Optimizer(cluster, model, dense=torch.optim.Adam, lr=1e-2)
 
@@ -72,28 +76,37 @@ def ids_of(batch: Batch) -> dict[str, Tensor]:
 
 
 def train(options: argparse.Namespace, cluster: ps.Cluster, trainer: int, trainers: int) -> History:
-    """Trains this trainer's share of the steps."""
-    model = make_model(cluster, options.seed)
-    optimizer = make_optimizer(cluster, model)
+    """Trains this trainer's share of the pages, and counts how often each page was trained."""
+    model, pages = make_model(cluster, options.seed), options.steps * trainers
+    counts = ps.Embedding(cluster.table("trained", 1, ps.SGD(lr=1.0)))
+    optimizer = make_optimizer(cluster, nn.ModuleList([model, counts]))
     world, history = World(options.seed), History()
-    batches = world.batches(trainer, trainers, options.steps, options.batch_size)
+    data = cluster.samples(pages, batch_size=1)
+    log = DataLoader(
+        Log(world, pages, options.batch_size), batch_sampler=data, collate_fn=itemgetter(0)
+    )
+    batches = ps.prefetch(data.track(log), model.bags, counts, ids=lambda b: (ids_of(b), b.page))
     test = world.batch(-1, options.test_size)
     history.best = area_under_curve(test.chance, test.clicked)
-    bar = tqdm(total=options.steps, unit="step", disable=None if trainer == 0 else True)
+    bar = tqdm(total=pages, unit="page", disable=None if trainer == 0 else True)
     moments = [time.perf_counter()]
-    for step, batch in enumerate(ps.prefetch(batches, model, ids=ids_of), 1):
+    for step, batch in enumerate(batches, 1):
         moments.append(time.perf_counter())
         optimizer.zero_grad()
         loss = binary_cross_entropy_with_logits(model(batch.ids, batch.numbers), batch.clicked)
-        torch.autograd.backward(loss)
+        torch.autograd.backward((loss, -counts(batch.page).sum()))  # adds 1 to the page's count
         moments.append(time.perf_counter())
         optimizer.step()  # pushes the gradients, and pulls what the next batch needs
         moments.append(time.perf_counter())
         _note(moments, history)
         history.losses.append(loss.item())
         if trainer == 0:
-            _look(step, options, model, test, history, bar)
+            _look(step, options, model, test, history, bar, data)
+            _kill(step, options, trainers, bar)
         moments = [time.perf_counter()]
+    if trainer == 0:
+        _end(model, test, history, bar, data)
+        print(_counted(cluster, pages))
     bar.close()
     cluster.finish()  # from here on nobody waits for pushes of this trainer
     return history
@@ -107,18 +120,58 @@ def _note(moments: list[float], history: History) -> None:
 
 
 def _look(
-    step: int, options: argparse.Namespace, model: DLRM, test: Batch, history: History, bar: tqdm
+    step: int,
+    options: argparse.Namespace,
+    model: DLRM,
+    test: Batch,
+    history: History,
+    bar: tqdm,
+    data: ps.Samples,
 ) -> None:
-    """Shows how far training is; kills a server in the middle if it is told to."""
-    bar.set_postfix(loss=f"{history.losses[-1]:.3f}", refresh=False)
-    bar.update()
-    if step % max(1, options.steps // _TESTS) == 0 or step == options.steps:
-        history.areas[step] = _test(model, test)
-        bar.write(f"step {step}: AUC {history.areas[step]:.4f} of at most {history.best:.4f}")
-    if options.kill and step == options.steps // 2:
-        victim = rpc.rpc_sync("ps:1", os.getpid)
-        bar.write(f"step {step}: killing server ps:1 (process {victim})")
+    """Shows how far all trainers are."""
+    if step % _SHOWN == 0:
+        bar.set_postfix(loss=f"{history.losses[-1]:.3f}", refresh=False)
+        bar.update(data.progress.trained - bar.n)
+    if step % max(1, options.steps // _TESTS) == 0:
+        _measure(step, model, test, history, bar)
+
+
+def _measure(step: int, model: DLRM, test: Batch, history: History, bar: tqdm) -> None:
+    history.areas[step] = _test(model, test)
+    bar.write(f"step {step}: AUC {history.areas[step]:.4f} of at most {history.best:.4f}")
+
+
+def _end(model: DLRM, test: Batch, history: History, bar: tqdm, data: ps.Samples) -> None:
+    """Measures the model that came out; with fewer trainers there were more steps."""
+    last = len(history.losses)
+    if last not in history.areas:
+        _measure(last, model, test, history, bar)
+    bar.update(data.progress.trained - bar.n)
+
+
+def _kill(step: int, options: argparse.Namespace, trainers: int, bar: tqdm) -> None:
+    """Kills another trainer after a third, and a server in the middle, if it is told to."""
+    moments = {options.steps // 2: "ps:1"}
+    if trainers > 1:
+        moments[options.steps // 3] = "trainer:1"
+    if options.kill and step in moments:
+        victim = rpc.rpc_sync(moments[step], os.getpid)
+        bar.write(f"step {step}: killing {moments[step]} (process {victim})")
         os.kill(victim, signal.SIGKILL)
+
+
+def _counted(cluster: ps.Cluster, pages: int) -> str:
+    """Says that each page was trained once.
+
+    Raises:
+        RuntimeError: some were not.
+    """
+    (trained,) = cluster.known("trained")
+    counts = trained.pull(torch.arange(pages)).flatten()
+    wrong = (counts != 1).nonzero().flatten().tolist()
+    if wrong:
+        raise RuntimeError(f"pages {wrong[:5]} were trained {counts[wrong[:5]].tolist()} times")
+    return f"each of the {pages} pages was trained exactly once"
 
 
 def _test(model: nn.Module, test: Batch) -> float:
@@ -133,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=positive, default=600, help="of each trainer (%(default)s)")
     add("--batch-size", type=positive, default=1024, help="of each trainer (%(default)s)")
     add("--test-size", type=positive, default=20_000, help="impressions to test with (%(default)s)")
-    add("--kill", action="store_true", help="kill server ps:1 on the way; each share has a backup")
+    add("--kill", action="store_true", help="kill trainer:1 and ps:1 on the way")
     return made
 
 
@@ -143,7 +196,8 @@ def main() -> None:
     options, place = made.parse_args(), roles.place(made)
     torch.set_num_threads(1)  # several processes share this machine's cores
     rpc.init_rpc()  # rpcrun has said who we are, and where the others meet
-    cluster = ps.connect(place.servers, backups=1 if options.kill else 0)
+    backups = 1 if options.kill else 0
+    cluster = ps.connect(place.servers, backups=backups, consistency=ps.BSP(ps.Reduce.SUM))
     begin = time.monotonic()
     history = train(options, cluster, place.trainer, place.trainers)
     if place.trainer == 0:
@@ -162,8 +216,9 @@ def _report(
         if shard["head"]
         for table in shard["tables"].values()
     )
-    print(f"{options.steps} steps in {seconds:.1f} s; servers: {len(servers)}, rows: {rows}")
-    print(f"final AUC: {history.areas[options.steps]:.6f} (at most {history.best:.6f})")
+    print(f"{len(history.losses)} steps in {seconds:.1f} s; servers: {len(servers)}, rows: {rows}")
+    last = len(history.losses)
+    print(f"final AUC: {history.areas[last]:.6f} (at most {history.best:.6f})")
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "history.json").write_text(json.dumps(asdict(history)))
     from tutorials.parameter_server.picture import draw
