@@ -65,6 +65,27 @@ def test_of_two_whose_connection_broke_the_one_with_the_higher_id_goes() -> None
     assert views(play(4, Fault(0.5, FaultKind.PART, 3, other=1))) == everybody_sees(0, 1, 2)
 
 
+def test_one_that_is_paused_with_its_clock_learns_that_it_is_lost_when_it_wakes() -> None:
+    run = play(4, Fault(0.5, FaultKind.PAUSE, 1, 3.0))
+    assert run.all[Life(1, 0)].behind == 3.0
+    assert run.all[Life(1, 0)].expelled
+    assert views(run) == everybody_sees(0, 2, 3)
+
+
+def test_one_that_is_paused_for_a_moment_is_not_lost_and_loses_nobody() -> None:
+    assert views(play(4, Fault(0.5, FaultKind.PAUSE, 1, 0.25))) == everybody_sees(0, 1, 2, 3)
+
+
+def test_one_that_stops_before_it_reports_a_loss_takes_nobody_else_with_it() -> None:
+    lost = Fault(0.5, FaultKind.VANISH, 2)
+    for at in (0.6, 0.9, 1.1, 1.3):
+        faults = (lost, Fault(at, FaultKind.STOP_BEFORE_SENDING, 1, 3.0))
+        run = WatcherGroup(Plan(1, 5, dynamic=True, paired=True, faults=faults), Machines())
+        assert run.run() is None
+        assert run.all[Life(1, 0)].expelled
+        assert views(run) == everybody_sees(0, 3, 4)
+
+
 # --- It bites ------------------------------------------------------------------------
 
 

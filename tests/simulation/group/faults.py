@@ -22,6 +22,11 @@ class FaultKind(enum.Enum):
     """Kinds of faults."""
 
     FREEZE = "is stopped"
+    """Its clock goes on, and tells it when it wakes."""
+    PAUSE = "is stopped with its clock"
+    """As a virtual machine is that is paused: when it wakes, no time has passed for it."""
+    STOP_BEFORE_SENDING = "is stopped before it sends anything more"
+    """Between a decision and what follows from it, which it sends when it wakes."""
     HOLD = "holds its interpreter's lock"
     """It answers questions for signs of life, and does nothing else."""
     KILL = "dies"
@@ -38,7 +43,13 @@ class FaultKind(enum.Enum):
     """Its next life joins, if this one is over."""
 
 
-ENDS_BY_ITSELF = (FaultKind.FREEZE, FaultKind.HOLD, FaultKind.CUT)
+ENDS_BY_ITSELF = (
+    FaultKind.FREEZE,
+    FaultKind.PAUSE,
+    FaultKind.STOP_BEFORE_SENDING,
+    FaultKind.HOLD,
+    FaultKind.CUT,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class SilenceChecks:
 
     def ticked(self, watcher: Watcher, watched: Set[Life], effects: Sequence[Effect]) -> None:
         """A worker looked after those whom it watches."""
-        now = self._run.now
+        now, own = self._run.now, self._run.time_of(watcher)
         looked_at = sorted(e.life for e in effects if isinstance(e, Ask | Silent))
         require(looked_at == sorted(watched), Rule.ASKED, watcher.life, looked_at, watched)
         since, last = self._since[watcher.life], self._last_watched[watcher.life]
@@ -129,10 +129,10 @@ class SilenceChecks:
             del since[life]
         for life in watched:
             since.setdefault(life, now)
-            last[life] = now
+            last[life] = own
         let_go = {e.life for e in effects if isinstance(e, Forget)}
-        due = {life for life in watcher.lines - watched if now - last[life] >= 1.0}
-        early = {life for life in let_go if now - last[life] < 1.0}
+        due = {life for life in watcher.lines - watched if own - last[life] >= 1.0}
+        early = {life for life in let_go if own - last[life] < 1.0}
         right = due <= let_go and not early
         require(right, Rule.ASKED, watcher.life, "forgets", let_go, "not", due)
         for life in let_go:  # once, unless it is watched again
@@ -143,7 +143,7 @@ class SilenceChecks:
 
     def sleeps_until(self, watcher: Watcher, due: float) -> None:
         """A worker will look again at a time."""
-        ahead = due - self._run.now
+        ahead = due - self._run.time_of(watcher)
         require(-1e-9 < ahead <= _PERIOD + 1e-9, Rule.ASKED, watcher.life, "looks again in", ahead)
 
     def lost(self, watcher: Watcher, life: Life) -> None:

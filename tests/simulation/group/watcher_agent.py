@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from tests.simulation.group.watchers import Watcher, WatcherGroup
 
 
+_GRAIN = 1e-9
+
+
 def address_of(life: Life) -> str:
     """Returns the address of the server of a life."""
     return f"{life.worker} {life.incarnation}"
@@ -88,8 +91,10 @@ class WatcherAgent:
 
     def ticked(self, watched: Set[Life], effects: Sequence[Effect]) -> None:
         """The worker looked after those whom it watches."""
-        now = self._run.now
-        require(now >= self._due, Rule.ASKED, self.life, "looks at", now, "not at", self._due)
+        now = self.now()
+        require(
+            now >= self._due - 1e-9, Rule.ASKED, self.life, "looks at", now, "not at", self._due
+        )
         expected = self._run.depended_on(self._watcher)
         require(watched == expected, Rule.ASKED, self.life, "watches", watched, "not", expected)
         self._run.checks.ticked(self._watcher, watched, effects)
@@ -100,7 +105,7 @@ class WatcherAgent:
 
     def beat(self) -> float:
         """Looks after everybody; returns when to come back."""
-        self._due = self.watch.beat(self._run.now)
+        self._due = self.watch.beat(self.now())
         self._work()
         return self._due
 
@@ -138,7 +143,7 @@ class WatcherAgent:
         self._tasks.append(partial(self.worker_loss.expelled, reason))
 
     def now(self) -> float:
-        return self._run.now
+        return self._run.time_of(self._watcher)
 
     def hurry(self) -> None:
         self._run.at(self._run.now, lambda: self._run.awake(self._watcher, self._beat_now))
@@ -151,7 +156,7 @@ class WatcherAgent:
             self._tasks.popleft()()
 
     def at(self, when: float, task: Callable[[], None]) -> None:
-        self._run.at(when, lambda: self._run.awake(self._watcher, task))
+        self._run.at_own(self._watcher, when, task)
 
     # --- What it tells the others
 

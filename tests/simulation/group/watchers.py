@@ -3,6 +3,8 @@
 Each has a group, and ``watch`` and ``loss_reports`` as an agent has them, with the
 decisions about silence (``liveness``) within. What the network does:
 
+- A worker that is stopped wakes with its messages, timers and connections as they were; its clock
+  has gone on meanwhile, or stood. It may stop between a decision and what it sends for it.
 - A question reaches the server of a worker, which answers also while the worker's
   interpreter is held, and not while its process is stopped; what waits is answered
   later. Questions and answers wait while one of the two is cut off.
@@ -38,6 +40,7 @@ from tests.simulation.group.worker import Machines, info_of
 
 _DELAY = 0.01
 _JITTER = 0.005
+_GRAIN = 1e-9
 _MOST_EVENTS = 100_000
 
 
@@ -52,6 +55,10 @@ class Watcher:
     alive: bool = True
     expelled: bool = False
     frozen_until: float = 0.0
+    behind: float = 0.0
+    """The time for which its clock has stood."""
+    stops_before_sending: Callable[[], None] | None = None
+    """Stops it, once, before it sends anything more."""
     held_until: float = 0.0
     cut_until: float = 0.0
     plugs: int = 0
@@ -102,6 +109,8 @@ class WatcherGroup:
         self.checks = SilenceChecks(self)
         self._appliers: dict[FaultKind, Callable[[Watcher, Fault], None]] = {
             FaultKind.FREEZE: self._freeze,
+            FaultKind.PAUSE: self._pause,
+            FaultKind.STOP_BEFORE_SENDING: self._stop_before_sending,
             FaultKind.HOLD: self._hold,
             FaultKind.KILL: self._kill,
             FaultKind.VANISH: self._vanish,
@@ -138,6 +147,21 @@ class WatcherGroup:
     def at(self, when: float, act: Callable[[], None]) -> None:
         """Does something at a time."""
         heapq.heappush(self._events, (when, next(self._numbers), act))
+
+    def time_of(self, watcher: Watcher) -> float:
+        """The time by a worker's own clock."""
+        return self.now - watcher.behind
+
+    def at_own(self, watcher: Watcher, when: float, act: Callable[[], None]) -> None:
+        """Does something when it is that time by a worker's own clock, and the worker is awake."""
+
+        def is_due() -> None:
+            if self.time_of(watcher) < when - _GRAIN:  # its clock has stood meanwhile
+                self.at_own(watcher, when, act)
+            else:
+                act()
+
+        self.at(when + watcher.behind, lambda: self.awake(watcher, is_due))
 
     def say(self, *words: object) -> None:
         """A line of the transcript."""
@@ -182,7 +206,8 @@ class WatcherGroup:
     def _look_after(self, watcher: Watcher) -> None:
         due = watcher.agent.beat()
         self.checks.sleeps_until(watcher, due)
-        self.at(due + self._random.uniform(0, _JITTER), lambda: self._beat(watcher))
+        at = due + watcher.behind + self._random.uniform(0, _JITTER)
+        self.at(at, lambda: self._beat(watcher))
 
     def depended_on(self, watcher: Watcher) -> set[Life]:
         """Returns whom a worker should watch: the next one, and those that owe it replies."""
@@ -233,10 +258,17 @@ class WatcherGroup:
         self._carry(watcher, to, arrive, is_speech=True)
 
     def strike_off(self, by: Watcher, life: Life) -> None:
-        """All hear what the store says; some time each."""
+        """All hear what the store says; some time each. Who is not listed itself changes nothing.
+
+        But one may stop after it has looked whether it is.
+        """
         if by.cut_until > self.now:
             self.at(by.cut_until + _DELAY, lambda: self.strike_off(by, life))
         elif by.life in self.listed:
+            self._send(by, lambda: self._strike(life))
+
+    def _strike(self, life: Life) -> None:
+        if life in self.listed:
             self.listed.discard(life)
             for watcher in list(self.all.values()):
                 self.at(self._soon(), partial(self._struck_off, watcher, life))
@@ -273,6 +305,29 @@ class WatcherGroup:
         self.messages += 1
         there = self.all[to]
         plugs = (source.plugs, there.plugs)
+        leave = partial(self._under_way, source, there, plugs, arrive, to_server, is_speech)
+        self._send(source, leave)
+
+    def _send(self, source: Watcher, leave: Callable[[], None]) -> None:
+        """Sends now, or when a worker wakes that is stopped just before."""
+        if source.stops_before_sending is not None and source.frozen_until <= self.now:
+            stop, source.stops_before_sending = source.stops_before_sending, None
+            stop()
+        if source.frozen_until > self.now:
+            wakes = source.frozen_until + _JITTER / 4  # before anything else that it does then
+            self.at(wakes, lambda: self._send(source, leave) if source.alive else None)
+        else:
+            leave()
+
+    def _under_way(
+        self,
+        source: Watcher,
+        there: Watcher,
+        plugs: tuple[int, int],
+        arrive: Callable[[Watcher], None],
+        to_server: bool,
+        is_speech: bool,
+    ) -> None:
 
         def try_to_arrive() -> None:
             if not there.alive or (source.plugs, there.plugs) != plugs:
@@ -310,6 +365,17 @@ class WatcherGroup:
     def _freeze(self, watcher: Watcher, fault: Fault) -> None:
         watcher.frozen_until = self.now + fault.seconds
         self.checks.silent(watcher, watcher.frozen_until, asleep=True)
+
+    def _pause(self, watcher: Watcher, fault: Fault) -> None:
+        self._freeze(watcher, fault)
+
+        def wake() -> None:
+            watcher.behind += fault.seconds
+
+        self.at(watcher.frozen_until, wake)
+
+    def _stop_before_sending(self, watcher: Watcher, fault: Fault) -> None:
+        watcher.stops_before_sending = partial(self._freeze, watcher, fault)
 
     def _hold(self, watcher: Watcher, fault: Fault) -> None:
         watcher.held_until = self.now + fault.seconds

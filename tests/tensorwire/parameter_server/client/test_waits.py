@@ -37,6 +37,11 @@ def _calls(cluster: ps.Cluster, table: ps.Table, folder: Path) -> Calls:
         "push of a table": lambda: table.push(ids, grad),
         "snapshot": lambda: cluster.snapshot(folder / "snapshot").wait(),
         "resize": lambda: cluster.resize(server_names(1), timeout=_PATIENCE),
+        "fetch": lambda: table.fetch(ids),
+        "pass_step": cluster.pass_step,
+        "reload": cluster.reload,
+        "samples": lambda: cluster.samples(8, batch_size=2),
+        "pull of a reader": lambda: cluster.reader(_PATIENCE).pull({"items": ids}),
         "finish": cluster.finish,
     }
 
