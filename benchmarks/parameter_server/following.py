@@ -62,18 +62,26 @@ def _look(
     return Read(sorted(seconds), ages, torn, len(seen))
 
 
-def _follow(folder: str, end: float) -> None:
+def _follow(folder: str) -> None:
     """A reader of versions, in a process of its own; prints what it saw."""
     torch.set_num_threads(1)
     with ps.follow(folder) as model:
-        print(json.dumps(asdict(_look(model.table("steps").pull, lambda: model.age, end))))
+        print("ready", flush=True)
+        pull, end = model.table("steps").pull, float(sys.stdin.readline())
+        print(json.dumps(asdict(_look(pull, lambda: model.age, end))))
 
 
-def _evaluate(end: float) -> Read:
+def _steps_of(cluster: ps.Cluster, dim: int) -> ps.Table:
+    return cluster.table("steps", dim, ps.SGD(lr=1.0), init=ps.Constant(0.0))
+
+
+def _evaluate(dim: int, seconds: float) -> Read:
     """A reader that asks the servers for whole steps, as the worker that is called."""
-    reader = ps.connect(["server"]).reader()
+    cluster = ps.connect(["server"])
+    _steps_of(cluster, dim)
+    reader = cluster.reader()
     pull = lambda ids: reader.pull({"steps": ids}, dense=[]).tables["steps"]  # noqa: E731
-    return _look(pull, lambda: 0.0, end)
+    return _look(pull, lambda: 0.0, time.time() + seconds)
 
 
 def _train(table: ps.Table, go_on: Callable[[], bool]) -> list[float]:
@@ -90,18 +98,26 @@ def _beside(
     table: ps.Table, folder: str, readers: int, seconds: float
 ) -> tuple[list[float], list[Read]]:
     """Steps while followers read, and what these saw."""
+    command, pipe = [sys.executable, "-m", __name__, folder], subprocess.PIPE
+    started = [
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(readers)
+    ]
+    for each in started:
+        assert each.stdout is not None
+        each.stdout.readline()  # it has a version
     end = time.time() + seconds
-    command = [sys.executable, "-m", __name__, folder, str(end)]
-    found = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(readers)]
+    for each in started:
+        assert each.stdin is not None
+        each.stdin.write(f"{end}\n")
+        each.stdin.flush()
     took = _train(table, lambda: time.time() < end)
-    return took, [Read(**json.loads(each.communicate()[0])) for each in found]
+    return took, [Read(**json.loads(each.communicate()[0])) for each in started]
 
 
 def _beside_evaluator(table: ps.Table, seconds: float) -> tuple[list[float], Read]:
     """Steps while an evaluator pulls from the server, and what it saw."""
-    end = time.time() + seconds
-    evaluator = rpc.rpc_async("server2", _evaluate, (end,))
-    return _train(table, lambda: time.time() < end), evaluator.wait()
+    evaluator = rpc.rpc_async("server2", _evaluate, (table.dim, seconds))
+    return _train(table, lambda: not evaluator.done()), evaluator.wait()
 
 
 def _measure(
@@ -143,7 +159,7 @@ def _trainer(case: Case, readers: int, seconds: float, rank: int, meeting: str) 
     if rank:
         return None
     cluster = ps.connect(["server"])
-    table = cluster.table("steps", case.dim, ps.SGD(lr=1.0), init=ps.Constant(0.0))
+    table = _steps_of(cluster, case.dim)
     steps = iter(range(2))
 
     def step() -> dict[str, float]:
@@ -171,7 +187,7 @@ def _text(found: dict[str, float], readers: int, seconds: float, dim: int) -> st
         f"  alone {1e3 * found['alone']:.2f} ms a step, published {1e3 * found['published']:.2f},",
         f"  beside one follower {1e3 * found['one']:.2f}, beside {readers} "
         f"{1e3 * found['many']:.2f}, beside an evaluator that asks the server "
-        f"{found['evaluated']:.0f} times a second {1e3 * found['asked']:.2f} (medians)",
+        f"{found['evaluated']:.1f} times a second {1e3 * found['asked']:.2f} (medians)",
         f"  one follower: {found['lookups']:.0f} lookups of {_LOOKUP} rows a second, "
         f"p50 {1e6 * found['p50']:.0f} µs, p99 {1e6 * found['p99']:.0f}, "
         f"versions {found['age']:.2f} s old",
@@ -182,4 +198,4 @@ def _text(found: dict[str, float], readers: int, seconds: float, dim: int) -> st
 
 
 if __name__ == "__main__":
-    _follow(sys.argv[1], float(sys.argv[2]))
+    _follow(sys.argv[1])

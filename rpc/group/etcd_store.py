@@ -241,7 +241,7 @@ class EtcdStoreClient(OwnStore):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def watch(self, keys: Sequence[str], told: Callable[[], None]) -> StoreWatch:
-        """See :meth:`rpc.group.own_store.OwnStore.watch`; a connection of its own for each."""
+        """See ``OwnStore.watch``; a connection of its own for each."""
         return EtcdWatch(self._place, [f"{self.prefix}/{key}" for key in keys], told)
 
     def close(self) -> None:
