@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,18 @@ def start(work: Job, machine: Machine, kind: str, restarts: int = 3, nodes: str 
     return work.start(*flags(work, "one", nodes), *FORKED, *roles, *command, machine=machine)
 
 
+def troubles(
+    one: Machine, two: Machine
+) -> Mapping[str, tuple[Callable[[], None], Callable[[], None]]]:
+    """The ways in which the first machine loses the second: how they begin, and are mended."""
+    return {
+        "killed": (two.power_off, two.mend),
+        "both": (two.cut, two.mend),
+        "to the first": (lambda: two.loses(one), lambda: two.reaches(one)),
+        "from the first": (lambda: one.loses(two), lambda: one.reaches(two)),
+    }
+
+
 def is_calm(agent: Agent) -> bool:
     return not any(trouble in agent.said for trouble in TROUBLE)
 
@@ -225,7 +237,7 @@ def require_snapshots(work: Job) -> None:
 
 @pytest.mark.kills(20, usual=1)
 @pytest.mark.parametrize(
-    ("cut", "kind"), [("both", ASYNC), ("to the store", BSP), ("from the store", CALLS)]
+    ("cut", "kind"), [("both", ASYNC), ("to the first", BSP), ("from the first", CALLS)]
 )
 def test_a_machine_whose_cable_is_mended_is_back_with_its_workers(
     work: Job,
@@ -241,12 +253,7 @@ def test_a_machine_whose_cable_is_mended_is_back_with_its_workers(
     alone = works_on(work, "trainer:0")
     second = start(work, two, kind, restarts=0)
     before = works_on(work, "trainer:1")
-    cuts: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        "both": (two.cut, two.mend),
-        "to the store": (lambda: two.loses(one), lambda: two.reaches(one)),
-        "from the store": (lambda: one.loses(two), lambda: one.reaches(two)),
-    }
-    begin, mend = cuts[cut]
+    begin, mend = troubles(one, two)[cut]
     begin()
     says(first, STRUCK_OUT)
     time.sleep(random.Random(kill_seed).uniform(0, 8 if full_length else 1))  # any moment
@@ -267,12 +274,8 @@ def test_a_pipeline_goes_on_without_a_machine_and_its_stage_goes_home_when_it_is
     """Its weights at the end are those that one process trains with plain PyTorch."""
     one, two = hosts
     draw = random.Random(kill_seed)
-    cuts: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        "to the driver": (lambda: two.loses(one), lambda: two.reaches(one)),
-        "from the driver": (lambda: one.loses(two), lambda: one.reaches(two)),
-        "both": (two.cut, two.mend),
-    }
-    troubles = draw.sample([*cuts, "killed"], 4) if full_length else ["to the driver"]
+    ways = troubles(one, two)
+    chosen = draw.sample([*ways], 4) if full_length else ["to the first"]
 
     def begin(machine: Machine) -> Agent:
         roles = ("--role", "driver:1/job", "--role", "stage:1,service,max_restarts=3")
@@ -287,10 +290,10 @@ def test_a_pipeline_goes_on_without_a_machine_and_its_stage_goes_home_when_it_is
     second = begin(two)
     until(lambda: is_spread_over("stage:0", "stage:1"), SECONDS, 0.05)
     driver = works_on(work, "driver:0")
-    for trouble in troubles:
+    for trouble in chosen:
         time.sleep(draw.uniform(0, 1))  # the moment is to be any
-        cut, mend = cuts.get(trouble, (two.power_off, two.mend))
-        cut()
+        begin_trouble, mend = ways[trouble]
+        begin_trouble()
         until(lambda: is_spread_over("stage:0"), SECONDS, 0.05)
         works_on(work, "driver:0")
         mend()
@@ -358,7 +361,7 @@ def test_a_process_group_is_formed_anew_without_a_machine_that_died(
 
 @pytest.mark.kills(20, usual=1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_trainer_of_transformers_goes_on_from_its_checkpoint_as_a_machine_comes_and_dies(
+def test_a_trainer_of_transformers_goes_on_from_its_checkpoint_as_machines_come_and_go(
     work: Job, hosts: Sequence[Machine], kill_seed: int, full_length: bool
 ) -> None:
     """One rank of DistributedDataParallel on each machine, and the server beside the first."""
@@ -381,9 +384,17 @@ def test_a_trainer_of_transformers_goes_on_from_its_checkpoint_as_a_machine_come
 
     first = begin(one)
     until(lambda: trains(1), 4 * SECONDS, 0.05)
-    begin(two)
+    second = begin(two)
     until(lambda: trains(2), 4 * SECONDS, 0.05)
+    ways = troubles(one, two)
+    trouble = [*ways][kill_seed % len(ways)]
+    begin_trouble, mend = ways[trouble]
     time.sleep(random.Random(kill_seed).uniform(0, 1))  # the moment is to be any
-    two.power_off()
+    begin_trouble()
     until(lambda: trains(1), 4 * SECONDS, 0.05)
-    end(work, first)
+    mend()
+    if trouble == "killed":
+        end(work, first)
+        return
+    until(lambda: trains(2), 4 * SECONDS, 0.05)
+    end(work, first, second)
