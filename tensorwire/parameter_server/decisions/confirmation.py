@@ -37,7 +37,7 @@ class Confirmation:
         view: the latest view that it knows of; None for none.
         is_confirmed: a server has told the view that it knows.
         waiting: servers that were asked, and have neither answered nor gone.
-        unheard: servers that are to be asked once more, as nothing was heard of them yet.
+        unheard: servers that are to be asked once more, as calls met the lives before them.
     """
 
     def __init__(self, read: View | None) -> None:
@@ -60,7 +60,10 @@ class Confirmation:
         return sorted(self.waiting)
 
     def missed(self, server: Server) -> None:
-        """A call met the life before that server, as nothing was heard of this one yet."""
+        """A call failed, but not as that life is over: it met the life before, of the same name.
+
+        News of this one may have come meanwhile, or are still to come.
+        """
         self.waiting.discard(server)
         self.unheard.add(server)
 

@@ -79,7 +79,7 @@ def _asked(
         return life != me and verdict_on(worker, life) is not Verdict.OVER
 
     def take(server: Server, answer: Any) -> None:
-        if answer is LOST and verdict_on(worker, server) is Verdict.UNHEARD:
+        if answer is LOST and verdict_on(worker, server) is not Verdict.OVER:
             confirmation.missed(server)
         else:
             known = View.decode(answer) if isinstance(answer, str) else None

@@ -85,7 +85,7 @@ class Process:
                 new.add(by)
             if by not in confirmation.waiting:
                 return
-            if answer is None and verdict(by, self.latest(by.name)) is Verdict.UNHEARD:
+            if answer is None and self._may_know(by):
                 confirmation.missed(by)
             else:
                 confirmation.answered(by, answer if isinstance(answer, View) else None)
