@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from chaos.attack import judge
 from chaos.attack.__main__ import run
 from chaos.attack.job import Job, Observed, Settings
 from chaos.attack.judge import undisturbed, violations
@@ -40,8 +41,12 @@ def rows() -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def ended(tmp_path: Path, rows: list[torch.Tensor]) -> tuple[Job, Observed]:
-    """A job in which nothing went wrong."""
+def ended(
+    tmp_path: Path, rows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Job, Observed]:
+    """A job in which nothing went wrong; the undisturbed run is made once for all tests."""
+    others = [each + 1 for each in rows]
+    monkeypatch.setattr(judge, "undisturbed", lambda last: rows if last == _LAST else others)
     job = Job(Settings(tmp_path, 1.0, True, 0.0, 0))
     job.output.write_text("rpcrun: ps:1 starts again, as life 2\n")
     for name, found in zip(TRAINERS, rows, strict=True):
@@ -136,19 +141,21 @@ def _datagrams() -> socket.socket:
 
 
 def test_what_is_sent_on_the_loopback_interface_is_recorded() -> None:
+    """Sent again and again, as the kernel drops what a busy machine does not read in time."""
     recorder = Recorder()
     if not recorder.may:
         pytest.skip("only root may record what others send")
     try:
-        with (
-            closing(socket.create_server(("127.0.0.1", 0))) as server,
-            closing(_datagrams()) as udp,
-        ):
-            port, other = server.getsockname()[1], udp.getsockname()[1]
-            with closing(socket.create_connection(("127.0.0.1", port))) as client:
-                client.sendall(b"hello")
+        with closing(socket.create_server(("127.0.0.1", 0))) as tcp, closing(_datagrams()) as udp:
+            port, other = tcp.getsockname()[1], udp.getsockname()[1]
+
+            def send() -> None:
+                with closing(socket.create_connection(("127.0.0.1", port))) as client:
+                    client.sendall(b"hello")
+                tcp.accept()[0].close()
                 udp.sendto(b"gram", ("127.0.0.1", other))
-                until(lambda: recorder.conversations(port) == [[b"hello"]])
-                until(lambda: recorder.datagrams(other) == [b"gram"])
+
+            until(lambda: [b"hello"] in recorder.conversations(port), 60, 0.1, send)
+            until(lambda: b"gram" in recorder.datagrams(other), 60, 0.1, send)
     finally:
         recorder.close()
