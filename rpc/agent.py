@@ -454,10 +454,14 @@ class Agent(process_forks.ForkAware):
         if self.watch is not None:
             self.watch.tell_lost(life, reason)
 
-    def strike_off(self, life: Life, reason: str) -> None:
+    def strike_off(
+        self, life: Life, reason: str, wanted: Callable[[], bool], done: Callable[[], None]
+    ) -> None:
         """Takes a life off the store's list, if this is a dynamic group."""
-        if self.membership is not None:
-            self.membership.remove(life, reason)
+        if self.membership is None:
+            done()
+        else:
+            self.membership.remove(life, reason, wanted, done)
 
     def departed(self, life: Life, departure: Departure | None) -> None:
         """Removes a worker that the store does not list any more."""

@@ -1,12 +1,15 @@
 """Telling the group that a worker is lost: when, to whom, and by which means.
 
 What a loss ends here is the agent's business, and happens at once. The others are told
-after a moment in which it may turn out that it is this worker which is cut off.
+after a moment in which it may turn out that it is this worker which is cut off, and, of what
+this worker found out by itself, once the store has taken the life off its list: of two that
+declare each other lost the store hears one first, and the other has no say any more.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -50,8 +53,18 @@ class ReportingWorker(Protocol):
     def leave_note(self, life: Life, reason: str) -> None:
         """Leaves a note for a worker that was declared lost, in case it lives."""
 
-    def strike_off(self, life: Life, reason: str) -> None:
-        """Takes a life off the store's list, if this is a dynamic group."""
+    def strike_off(
+        self, life: Life, reason: str, wanted: Callable[[], bool], done: Callable[[], None]
+    ) -> None:
+        """Takes a life off the store's list, if this is a dynamic group.
+
+        Args:
+            life: which.
+            reason: why.
+            wanted: asked, on any thread, right before: the store may have been out of reach.
+            done: called once the list has it no more, on any thread; not if the store does not
+                answer, or does not list this worker any more. At once in a static group.
+        """
 
 
 _TOLD = "declared it lost"
@@ -70,8 +83,13 @@ class LossReports:
         self, agent: ReportingWorker, bound: float, decides: type[Suspicion] = Suspicion
     ) -> None:
         self._agent = agent
+        self._bound = bound
         self._lock = threading.Lock()
         self._suspicion = decides(agent.info.id, bound)
+        self._untold: dict[Life, str] = {}
+        """Why lives were lost of which the others are told once they are struck off; see _lock."""
+        self._unstruck: set[Life] = set()
+        """Lives that this worker found lost and strikes off; see ``_lock``."""
 
     def lost(self, life: Life, reason: str, evidence: Evidence) -> None:
         """A life was declared lost here."""
@@ -79,15 +97,19 @@ class LossReports:
         if not agent.has_a_say():
             return
         if not agent.watches():
-            self._strike_off(life, reason)
+            self._report(life, reason)
             return
         now = agent.clock.now()
         with self._lock:
             delay = self._suspicion.delay(life.worker, evidence, now)
         if delay == 0.0:
-            self._report(life, reason)
-        else:
-            agent.timers.at(now + delay, partial(self._report_later, life, reason))
+            self._pass_on(life, reason)
+            return
+        if not self._has_a_say():  # nor had it one when it noticed the first of them
+            with self._lock:
+                self._untold.clear()
+                self._unstruck.clear()
+        agent.timers.at(now + delay, partial(self._report_later, life, reason))
 
     def wording(self, reason: str) -> str:
         """The words in which others are told of a worker that this one declares lost."""
@@ -95,29 +117,78 @@ class LossReports:
         return reason if _TOLD in reason else f"worker {name!r} {_TOLD}: {reason}"
 
     def _report_later(self, life: Life, reason: str) -> None:
+        if self._has_a_say():
+            self._report(life, reason)
+
+    def _has_a_say(self) -> bool:
+        """False if it is this worker which is cut off."""
         agent = self._agent
         others = len(agent.group.living()) - 1
         with self._lock:
-            cut_off = self._suspicion.is_cut_off(others, agent.clock.now())
-        if not cut_off:
-            self._report(life, reason)
+            return not self._suspicion.is_cut_off(others, agent.clock.now())
 
     def _report(self, life: Life, reason: str) -> None:
+        """Strikes a life off the list, and tells the others when that is done."""
         agent = self._agent
-        if not self._strike_off(life, reason) or not agent.watches():
+        if not self._is_of_concern(life):
             return
+        if not agent.watches():
+            agent.strike_off(life, reason, _always, _nothing)
+            return
+        with self._lock:
+            self._untold[life] = reason
+            self._unstruck.add(life)
+        wanted, done = partial(self._is_unstruck, life), partial(self._struck_off, life)
+        agent.strike_off(life, reason, wanted, done)
+        agent.timers.at(agent.clock.now() + self._bound, partial(self._not_struck_off, life))
+
+    def _is_unstruck(self, life: Life) -> bool:
+        with self._lock:
+            return life in self._unstruck
+
+    def _struck_off(self, life: Life) -> None:
+        agent = self._agent
+        with self._lock:
+            self._unstruck.discard(life)
+        agent.timers.at(agent.clock.now(), partial(self._tell_if_untold, life))
+
+    def _not_struck_off(self, life: Life) -> None:
+        """The store has had its time. Without one the word of a worker has to do, as it may."""
+        if self._has_a_say():
+            self._tell_if_untold(life)
+
+    def _tell_if_untold(self, life: Life) -> None:
+        with self._lock:
+            reason = self._untold.pop(life, None)
+        if reason is not None and self._is_of_concern(life):
+            self._tell(life, reason)
+
+    def _pass_on(self, life: Life, reason: str) -> None:
+        """Tells what another worker said, which had it from the list or had waited long enough."""
+        if self._is_of_concern(life):
+            self._agent.strike_off(life, reason, _always, _nothing)
+            self._tell(life, reason)
+
+    def _tell(self, life: Life, reason: str) -> None:
+        agent = self._agent
         told = self.wording(reason)
         agent.leave_note(life, told)
         message = Lost(life.worker, life.incarnation, told)
         for worker in fingers(agent.info.id, [each.id for each in agent.group.living()]):
             agent.tell(agent.group.life(worker), message)
 
-    def _strike_off(self, life: Life, reason: str) -> bool:
-        """Takes a life off the store's list; False if this worker has no say any more."""
+    def _is_of_concern(self, life: Life) -> bool:
+        """False for a life that has a successor, and if this worker has no say any more."""
         agent = self._agent
         latest = agent.group.latest(life.worker)
         returned = latest is None or latest.incarnation != life.incarnation
-        if returned or not agent.has_a_say():
-            return False
-        agent.strike_off(life, reason)
-        return True
+        return not returned and agent.has_a_say()
+
+
+def _always() -> bool:
+    """What was told, or is nobody's to be told, is struck off whatever this worker has lost."""
+    return True
+
+
+def _nothing() -> None:
+    """What is done when nobody is to be told."""

@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from rpc.errors import (
@@ -103,7 +104,7 @@ class Membership:
         self._unreadable: Set[str] = frozenset()
         self._changes: bytes | None = None
         self._next_full_look = 0.0
-        self._lost: deque[tuple[Record, str]] = deque()
+        self._lost: deque[_Loss] = deque()
         self._waits: dict[int, _Wait] = {}
         self._numbers = itertools.count()
         self._begun = 0
@@ -143,12 +144,24 @@ class Membership:
             _logger.warning("%s left, but the store does not answer", self._me)
             self._close()
 
-    def remove(self, life: Life, reason: str) -> None:
-        """Strikes a worker off the list that was declared lost: its name is free."""
+    def remove(
+        self, life: Life, reason: str, wanted: Callable[[], bool], done: Callable[[], None]
+    ) -> None:
+        """Strikes a worker off the list that was declared lost: its name is free.
+
+        Args:
+            life: which.
+            reason: why.
+            wanted: asked right before, on this membership's thread.
+            done: called when it is not on the list any more, on this membership's thread or at
+                once; not if the store does not answer, or does not list this worker any more.
+        """
         record = self._record_of(life.worker)
         if record is not None and record.incarnation == life.incarnation:
-            self._lost.append((record, reason))
+            self._lost.append(_Loss(record, reason, wanted, done))
             self._alarm.set()
+        else:
+            done()
 
     def departure(self, who: str | int) -> Departure | None:
         """The departure of a worker that is no member now, as far as is known."""
@@ -318,9 +331,10 @@ class Membership:
     def _remove_lost(self) -> None:
         while self._lost:
             self._look()  # who was itself declared lost meanwhile has no say any more
-            record, reason = self._lost.popleft()
-            if not self._listener.is_expelled:
-                self._table.strike_off(record, repr(self._me.name), reason)
+            loss = self._lost.popleft()
+            if not self._listener.is_expelled and loss.wanted():
+                self._table.strike_off(loss.record, repr(self._me.name), loss.reason)
+                loss.done()
 
     def _look(self) -> None:
         """Asks the store who is there, unless it says that nothing changed."""
@@ -393,6 +407,16 @@ class Membership:
         for name in unreadable.keys() - self._unreadable:
             _logger.error("what the store says of %s is not heeded: %s", name, unreadable[name])
         self._unreadable = unreadable.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A member that is to be struck off; see :meth:`Membership.remove`."""
+
+    record: Record
+    reason: str
+    wanted: Callable[[], bool]
+    done: Callable[[], None]
 
 
 class _Wait:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,8 @@ class Agent:
         self.later: list[tuple[float, Any]] = []
         self.timers = SimpleNamespace(at=lambda when, task: self.later.append((when, task)))
         self.has_watch = True
+        self.store_answers = True
+        self.wanted: Callable[[], bool] | None = None
 
     def has_a_say(self) -> bool:
         return not (self.is_expelled or self.departs)
@@ -49,8 +52,20 @@ class Agent:
     def leave_note(self, life: Life, reason: str) -> None:
         self.noted.append(life)
 
-    def strike_off(self, life: Life, reason: str) -> None:
+    def strike_off(
+        self, life: Life, reason: str, wanted: Callable[[], bool], done: Callable[[], None]
+    ) -> None:
         self.removed.append(life)
+        self.wanted = wanted
+        if self.store_answers:
+            done()
+
+    def run_next(self) -> float:
+        """Runs what was put off for the shortest time; returns the time it was put off to."""
+        when, task = min(self.later, key=lambda entry: entry[0])
+        self.later.remove((when, task))
+        task()
+        return when
 
     def did(self) -> tuple[list[Life], list[Life], list[Life]]:
         """The lives that it took off the list, told, and left a note for."""
@@ -75,10 +90,53 @@ def test_what_others_said_is_passed_on_at_once(agent: Agent) -> None:
 def test_what_was_noticed_here_is_told_after_a_moment(agent: Agent) -> None:
     lose(agent, evidence=Evidence.SILENT)
     assert agent.did() == ([], [], [])
-    ((when, task),) = agent.later
-    assert when == 101.0
-    task()
+    assert agent.run_next() == 101.0
+    assert agent.did() == ([GONE], [], [])
+    assert agent.run_next() == 100.0  # the store has done it
     assert agent.did() == ([GONE], [OTHER], [GONE])
+    assert agent.run_next() == 110.0
+    assert agent.did() == ([GONE], [OTHER], [GONE])
+    assert not agent.later
+
+
+def test_if_the_store_does_not_answer_the_others_are_told_after_as_long_as_a_silence(
+    agent: Agent,
+) -> None:
+    agent.store_answers = False
+    lose(agent, evidence=Evidence.SILENT)
+    assert agent.run_next() == 101.0
+    assert agent.did() == ([GONE], [], [])
+    assert agent.run_next() == 110.0
+    assert agent.did() == ([GONE], [OTHER], [GONE])
+    assert not agent.later
+
+
+@pytest.mark.parametrize("change", ["expelled", "cut off", "replaced"])
+def test_one_that_the_store_does_not_answer_tells_nobody_once_it_has_no_say(
+    agent: Agent, change: str
+) -> None:
+    """Of two that declare each other lost, the one whose word the store had first has it."""
+    agent.store_answers = False
+    reports = LossReports(agent, 10.0)  # type: ignore[arg-type]
+    reports.lost(GONE, "it was silent", Evidence.SILENT)
+    assert agent.run_next() == 101.0
+    if change == "expelled":
+        agent.is_expelled = True
+    elif change == "replaced":
+        agent.group.add(Peer(WorkerInfo("w2", 2), GONE.incarnation + 1, b""))
+    else:
+        for worker in (3, 4):
+            life = Life(worker, 0)
+            agent.group.add(Peer(WorkerInfo(f"w{worker}", worker), 0, b""))
+            agent.group.lose(life, "it was silent")
+            reports.lost(life, "it was silent", Evidence.SILENT)
+    while agent.later:
+        agent.run_next()
+    assert agent.removed == [GONE]
+    assert agent.wanted is not None
+    assert agent.wanted() is (change != "cut off")
+    assert agent.told == []
+    assert agent.noted == []
 
 
 def test_without_a_watch_a_loss_is_only_taken_off_the_list(agent: Agent) -> None:

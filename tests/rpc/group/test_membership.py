@@ -183,9 +183,13 @@ def _declare_lost(
     """Only the life that is known is taken off the list, and by those that are on it."""
     known = dict(view.known)
     life = Life(draw.randrange(4), draw.randrange(3))
-    member.remove(life, "it was silent")
+    done: list[Life] = []
+    is_wanted = draw.random() < 0.9
+    member.remove(life, "it was silent", lambda: is_wanted, lambda: done.append(life))
     member._remove_lost()
-    removed = known.get(life.worker) == life.incarnation and not view.is_expelled
+    is_known = known.get(life.worker) == life.incarnation
+    removed = is_known and is_wanted and not view.is_expelled
+    assert done == ([life] if removed or not is_known else [])
     record = listed.get(life.worker)
     if removed and record is not None and record.incarnation == life.incarnation:
         del listed[life.worker]
@@ -201,14 +205,14 @@ def test_what_the_store_says_is_told_once_and_in_full() -> None:
 
 
 def test_one_that_is_removed_is_struck_off_everywhere(group: Group) -> None:
-    group.members[0].remove(Life(2, 0), "it was silent")
+    group.members[0].remove(Life(2, 0), "it was silent", lambda: True, lambda: None)
     until(lambda: all(Life(2, 0) in listener.struck for listener in group.listeners))
     assert group.listed() == {0, 1}
 
 
 def test_an_earlier_life_is_not_removed(group: Group) -> None:
-    group.members[0].remove(Life(2, 1), "it was silent")
-    group.members[0].remove(Life(1, 0), "it was silent")
+    group.members[0].remove(Life(2, 1), "it was silent", lambda: True, lambda: None)
+    group.members[0].remove(Life(1, 0), "it was silent", lambda: True, lambda: None)
     until(lambda: group.listed() == {0, 2})
 
 
@@ -237,10 +241,10 @@ def test_who_waits_for_a_worker_as_its_own_leaves_is_told_so(group: Group) -> No
 def test_one_that_was_itself_struck_off_removes_nobody(group: Group) -> None:
     bob = group.listeners[1]
     bob.may_go_on.clear()  # as if the network held up what the store says
-    group.members[0].remove(Life(1, 0), "it was silent")
+    group.members[0].remove(Life(1, 0), "it was silent", lambda: True, lambda: None)
     until(lambda: group.listed() == {0, 2})
-    group.members[1].remove(Life(0, 0), "it was silent")
-    group.members[1].remove(Life(2, 0), "it was silent")
+    group.members[1].remove(Life(0, 0), "it was silent", lambda: True, lambda: None)
+    group.members[1].remove(Life(2, 0), "it was silent", lambda: True, lambda: None)
     bob.may_go_on.set()
     until(lambda: bob.is_expelled and not group.members[1]._lost)
     assert group.listed() == {0, 2}
@@ -282,7 +286,7 @@ def test_a_store_that_tells_of_changes_is_not_asked_again_and_again(
 class TestWhoIsGone:
     def test_is_not_waited_for_and_it_is_told_who_says_so_when_and_why(self, group: Group) -> None:
         table(group.store).leave(group.table.lookup("carol") or _record(2, 0))
-        group.members[0].remove(Life(1, 0), "it gave no sign of life")
+        group.members[0].remove(Life(1, 0), "it gave no sign of life", lambda: True, lambda: None)
         until(lambda: group.listed() == {0})
         late, newcomer = Listener(Life(7, 1)), _record(7, 1)
         member = Membership(late, table(group.store), newcomer, fits)
@@ -298,7 +302,7 @@ class TestWhoIsGone:
         member.leave()
 
     def test_is_waited_for_if_it_will_come_back(self, group: Group) -> None:
-        group.members[0].remove(Life(1, 0), "it gave no sign of life")
+        group.members[0].remove(Life(1, 0), "it gave no sign of life", lambda: True, lambda: None)
         until(lambda: not group.listeners[0].lives("bob"))
         until(lambda: group.members[0].departure("bob") is not None)
         with ThreadPoolExecutor(1) as pool:

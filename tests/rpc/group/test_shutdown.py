@@ -288,7 +288,7 @@ def test_one_that_says_goodbye_takes_nobody_who_hangs_up_then_for_lost(
 ) -> None:
     alice = agents[0]
     struck_off: list[Life] = []
-    monkeypatch.setattr(alice, "strike_off", lambda life, reason: struck_off.append(life))
+    monkeypatch.setattr(alice, "strike_off", lambda life, *_: struck_off.append(life))
     tell = alice.control.tell
 
     def tell_and_be_cut_off(to: Life, message: ControlMessage) -> None:

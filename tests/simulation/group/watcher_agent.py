@@ -165,12 +165,15 @@ class WatcherAgent:
         require(has_a_say, Rule.NOT_REPORTED, self.life, "still reports", life)
         self._run.checks.reported(self._watcher, life)
 
-    def strike_off(self, life: Life, reason: str) -> None:
+    def strike_off(
+        self, life: Life, reason: str, wanted: Callable[[], bool], done: Callable[[], None]
+    ) -> None:
         self._check_wording(self.loss_reports.wording(reason))
         if not self._run.plan.dynamic:
+            done()
             return
         self._reports(life)
-        self._run.strike_off(self._watcher, life)
+        self._run.strike_off(self._watcher, life, wanted, done)
 
     def tell(self, to: Life, message: Lost) -> None:
         life = Life(message.worker, message.incarnation)

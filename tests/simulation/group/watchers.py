@@ -257,17 +257,20 @@ class WatcherGroup:
 
         self._carry(watcher, to, arrive, is_speech=True)
 
-    def strike_off(self, by: Watcher, life: Life) -> None:
+    def strike_off(
+        self, by: Watcher, life: Life, wanted: Callable[[], bool], done: Callable[[], None]
+    ) -> None:
         """All hear what the store says; some time each. Who is not listed itself changes nothing.
 
         But one may stop after it has looked whether it is.
         """
         if by.cut_until > self.now:
-            self.at(by.cut_until + _DELAY, lambda: self.strike_off(by, life))
-        elif by.life in self.listed:
-            self._send(by, lambda: self._strike(life))
+            self.at(by.cut_until + _DELAY, lambda: self.strike_off(by, life, wanted, done))
+        elif by.life in self.listed and wanted():
+            self._send(by, lambda: self._strike(by, life, done))
 
-    def _strike(self, life: Life) -> None:
+    def _strike(self, by: Watcher, life: Life, done: Callable[[], None]) -> None:
+        self.at(self._soon(), lambda: self.awake(by, done))
         if life in self.listed:
             self.listed.discard(life)
             for watcher in list(self.all.values()):

@@ -386,9 +386,9 @@ def test_a_trainer_of_transformers_goes_on_from_its_checkpoint_as_machines_come_
     until(lambda: trains(1), 4 * SECONDS, 0.05)
     second = begin(two)
     until(lambda: trains(2), 4 * SECONDS, 0.05)
-    # Cut off the other way, the second machine can tell the only server first that it is lost.
-    trouble = ["killed", "to the first"][kill_seed % 2]
-    begin_trouble, mend = troubles(one, two)[trouble]
+    ways = troubles(one, two)
+    trouble = [*ways][kill_seed % len(ways)]
+    begin_trouble, mend = ways[trouble]
     time.sleep(random.Random(kill_seed).uniform(0, 1))  # the moment is to be any
     begin_trouble()
     until(lambda: trains(1), 4 * SECONDS, 0.05)
