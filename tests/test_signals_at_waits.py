@@ -45,8 +45,8 @@ def wait_at_the_gate() -> None:
         expired.set()
 
 
-class Heard(Exception):
-    """The handler ran."""
+class Heard(BaseException):
+    """The handler ran. Like ``SystemExit`` no ``Exception``: those end where modules are loaded."""
 
 
 @pytest.fixture(autouse=True)
