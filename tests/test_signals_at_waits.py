@@ -176,6 +176,7 @@ def test_the_waits_of_a_trainer_are_ended() -> None:
             with heard(lambda: main_thread_is_in("join", "wait")):
                 cluster.join()
             come.set()
+            cluster.join()  # else the push could be ended before it is sent
             with heard(lambda: main_thread_is_in("push", "wait")):
                 cluster.push({table: (torch.tensor([1]), torch.ones(1, 2))})
             with heard(lambda: main_thread_is_in("pull", "wait")):

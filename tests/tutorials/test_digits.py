@@ -17,7 +17,7 @@ pytestmark = [
 
 def test_the_job_reads_nine_of_ten_digits_and_draws_its_curves(tmp_path: Path) -> None:
     roles = "server:1 trainer:2,service"
-    output = run_tutorial(tmp_path, "digits.train", roles, "--epochs", "4")
+    output = run_tutorial(tmp_path, "digits.train", roles, "--epochs", "6")
     assert "1 server, 2 trainers, backend TENSORWIRE" in output
     assert number_after("final test accuracy:", output) >= 90.0
     assert_pictures(tmp_path, "curves.png")

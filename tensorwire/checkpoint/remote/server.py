@@ -164,10 +164,9 @@ class _Versions:
     def _now(self) -> Chain:
         with self._lock:
             now = time.monotonic()
-            if self._chain is None:
-                self._chain = Chain.open(self._folder)
-            elif now - self._read_at > _SECONDS_BETWEEN_LOOKS:
-                self._chain = self._chain.again()
+            if self._chain is not None and now - self._read_at < _SECONDS_BETWEEN_LOOKS:
+                return self._chain
+            self._chain = self._chain.again() if self._chain else Chain.open(self._folder)
             self._read_at = now
             return self._chain
 

@@ -210,7 +210,7 @@ def test_a_machine_dies_as_two_come_at_once_and_the_cluster_is_resized_between_s
         agents[dies] = start(work, dies, kind, nodes="1:3")
         until(lambda: len(living(work, 3)) == 3, 2 * SECONDS, 0.1)
         assert works_on(work, "trainer:0")["pid"] == alone["pid"]
-        require_snapshots(work)
+        require_snapshots(work, torn=int(kind == ASYNC))
         end(work, first, *agents.values())
 
 
@@ -220,8 +220,12 @@ def living(work: Job, trainers: int) -> set[int]:
     return {each for each in noted if each is not None and is_running(each)}
 
 
-def require_snapshots(work: Job) -> None:
-    """One more is written, and each is of one point in everybody's pushes: all rows are alike."""
+def require_snapshots(work: Job, torn: int = 0) -> None:
+    """One more is written, and each is of one point in everybody's pushes: all rows are alike.
+
+    But for so many pushes of trainers that were killed, which under async one server may have had
+    and another not.
+    """
     path = work.folder / "saved"
 
     def names() -> list[str]:
@@ -232,7 +236,7 @@ def require_snapshots(work: Job) -> None:
     for name in names()[-3:]:
         ids, rows = ps.read(name, "counts")
         assert len(ids) == 100
-        assert len(rows.unique()) == 1
+        assert rows.max() - rows.min() <= torn
 
 
 @pytest.mark.kills(20, usual=1)

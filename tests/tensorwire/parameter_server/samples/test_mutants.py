@@ -124,7 +124,7 @@ _FIRST_ON_LEASE = {
     _keeps_leases_when_rows_move: 28,
     _takes_pushes_of_leases_that_ended: 28,
     _takes_batches_that_were_given_out_again: 28,
-    _leases_again_for_a_request_that_comes_again: 20,
+    _leases_again_for_a_request_that_comes_again: 60,
     _tells_who_begins_again_before_its_pushes_are_taken: 24,
     _forgets_nothing_for_who_begins_again: 9,
 }
