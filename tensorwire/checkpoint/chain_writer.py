@@ -8,7 +8,6 @@ version is therefore there whole or not at all, whoever is killed and when.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -32,7 +31,7 @@ from tensorwire.checkpoint.chain import (
     version_folders,
 )
 from tensorwire.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError
-from tensorwire.checkpoint.placing import DRAFT
+from tensorwire.checkpoint.placing import DRAFT, lock_file
 from tensorwire.checkpoint.shard_file import require_size
 
 if TYPE_CHECKING:
@@ -242,16 +241,11 @@ class ChainWriter:
 
 
 def _locked(folder: Path) -> int:
-    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise BlockingIOError(
-            f"another process, or another part of this one, writes versions to {str(folder)!r}; "
-            "a chain has one writer"
-        ) from None
-    return lock
+    refusal = (
+        f"another process, or another part of this one, writes versions to {str(folder)!r}; "
+        "a chain has one writer"
+    )
+    return lock_file(folder / _LOCK, refusal)
 
 
 def _require_files(draft: Path, files: Mapping[str, VersionFile]) -> None:

@@ -6,7 +6,6 @@ has come is checked before it is given to a follower.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -29,7 +28,7 @@ from tensorwire.checkpoint.chain import (
     version_folders,
 )
 from tensorwire.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from tensorwire.checkpoint.placing import DRAFT
+from tensorwire.checkpoint.placing import DRAFT, lock_file
 
 _LOCK: Final = "reader.lock"
 _SECONDS_AFTER_DAMAGE: Final = 10.0
@@ -177,12 +176,5 @@ class Mirror:
 
 
 def _locked(folder: Path) -> int:
-    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise BlockingIOError(
-            f"another follower fetches versions into cache={str(folder)!r}; give each its own"
-        ) from None
-    return lock
+    refusal = f"another follower fetches versions into cache={str(folder)!r}; give each its own"
+    return lock_file(folder / _LOCK, refusal)
