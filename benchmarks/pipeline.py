@@ -95,7 +95,7 @@ Step = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long a step took.
+    """The length of a step.
 
     Args:
         seconds: from the beginning of its first action until the end of its last.
@@ -365,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(case: Case, options: argparse.Namespace) -> str:
-    """What is told of one size."""
+    """The report of one size."""
     if options.backups:
         case = replace(case, optimizer=torch.optim.AdamW)
         return report(case, compare(case, options.rounds, with_backups(case)))

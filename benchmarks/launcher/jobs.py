@@ -77,7 +77,7 @@ class Job:
             )
 
     def note(self, trainer: int, life: int, kind: str) -> str:
-        """What a life of a trainer has written down; waits for that.
+        """The note of a trainer's life; waits for it.
 
         Raises:
             JobFailedError: the job ended without.

@@ -23,7 +23,7 @@ _BATCHES = 12
 
 @dataclass(slots=True)
 class _Found:
-    """What one trainer has told.
+    """The report of one trainer.
 
     Args:
         milliseconds: a step, of each round.

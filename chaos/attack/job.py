@@ -150,7 +150,7 @@ class Job:
         return min(int(each.read_text()) if each.exists() else 0 for each in files)
 
     def life(self, name: str) -> dict[str, str]:
-        """What a worker has told of itself."""
+        """The facts that a worker has told of itself."""
         return dict(json.loads((self.folder / f"{name}.life").read_text()))
 
     def has_begun(self) -> bool:

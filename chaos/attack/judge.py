@@ -41,7 +41,7 @@ def undisturbed(last: int) -> list[Tensor]:
 
 
 def violations(job: Job, seen: Observed) -> Iterator[str]:
-    """What must not be."""
+    """Names all that must not be."""
     if seen.code != 0:
         yield f"the job ended with {seen.code}"
     rows = [job.folder / f"{name}.rows" for name in TRAINERS]

@@ -58,11 +58,11 @@ class Recorder:
             self._thread = None
 
     def conversations(self, port: int) -> list[list[bytes]]:
-        """What each client has sent to a port, piece by piece."""
+        """The bytes that each client has sent to a port, piece by piece."""
         return [each.pieces for (_, to), each in self._heard.items() if to == port and each.pieces]
 
     def datagrams(self, port: int) -> list[bytes]:
-        """What came at a port of UDP."""
+        """The datagrams that came at a port."""
         return self._datagrams.get(port, [])
 
     def _listen(self) -> None:

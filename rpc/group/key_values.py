@@ -85,7 +85,7 @@ class KeyValueStore:
         return _ask(key, lambda: self._counts.add(key, amount))
 
     def counts(self, keys: Sequence[str]) -> list[int]:
-        """What several counters are, in one request."""
+        """Reads several counters, in one request."""
         return _ask(str(list(keys)), lambda: self._counts.counts(keys))
 
     def watch(self, *keys: str) -> StoreWatch:

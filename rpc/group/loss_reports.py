@@ -186,9 +186,9 @@ class LossReports:
 
 
 def _always() -> bool:
-    """What was told, or is nobody's to be told, is struck off whatever this worker has lost."""
+    """Wants a life struck off whatever this worker has lost: it was told, or tells nobody."""
     return True
 
 
 def _nothing() -> None:
-    """What is done when nobody is to be told."""
+    """Tells nobody."""

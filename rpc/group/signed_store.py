@@ -239,7 +239,7 @@ class SignedStore:
             before = found
 
     def counts(self, keys: Sequence[str]) -> list[int]:
-        """What several counters are."""
+        """Reads several counters."""
         return [_count_in(value) for value in self.get_all(keys)]
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:

@@ -158,7 +158,7 @@ class Version:
 
     @property
     def place(self) -> Place:
-        """What names it among all versions."""
+        """Names it among all versions."""
         return Place(self.number, self.chain, self.checksum)
 
     def follows(self, other: Version | Place) -> bool:

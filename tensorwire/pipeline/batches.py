@@ -123,7 +123,7 @@ class Loop:
 
     @property
     def _state(self) -> dict[str, Any]:
-        """What has its state in this process, by name; the pipeline's scalers also if not told."""
+        """The objects with state in this process, by name; also the pipeline's scalers, untold."""
         given = list(map(id, self._given.values()))
         own = self._pipeline.driver.places.own().items()
         return {**self._given, **{name: each for name, each in own if id(each) not in given}}

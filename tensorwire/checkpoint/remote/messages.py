@@ -1,4 +1,4 @@
-"""What readers ask of a publisher, and its replies, as bytes. Sans-IO.
+"""Requests of readers to a publisher, and its replies, as bytes. Sans-IO.
 
 A request is a kind, a length of at most :data:`MOST_REQUEST`, and a body. A reply is a kind, a
 length and a body, of which only that of a file is longer than its reader has room for.
@@ -161,7 +161,7 @@ def parsed_head(head: bytes) -> tuple[Reply, int]:
 
 
 def parsed_error(body: bytes) -> tuple[Problem, str]:
-    """What an ``ERROR`` says.
+    """Reads an ``ERROR``.
 
     Raises:
         MessageError: it says nothing.

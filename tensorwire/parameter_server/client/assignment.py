@@ -93,7 +93,7 @@ class OnLease(Assignment):
         return self._batches(leased), leased.is_done
 
     def _batches(self, leased: Leased) -> Iterator[int]:
-        """What is on lease, and more as long as some is free; ends when it is given out anew."""
+        """Yields batches on lease, and more while some are free; ends when they are dealt anew."""
         while leased.begin < leased.end:
             yield from range(leased.begin, leased.end)
             if self.is_stale:

@@ -142,7 +142,7 @@ class Lookahead:
         ]
 
     def _known(self, wish: _Wish) -> KnownRows:
-        """What is to be said of rows that are asked for now."""
+        """The rows that are known here, to be told with those that are asked for now."""
         if self._due is None:
             return KnownRows(dict(self._lives), wish.kept.known(wish.places, 0))
         known = wish.kept.known(wish.places, self._due.number)

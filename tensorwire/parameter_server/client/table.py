@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 TableKind = tuple[int, str, bool]
-"""How wide rows are, how they travel, and whether trainers keep some."""
+"""Width of rows, their way over the wire, and the rows that trainers keep."""
 
 _PIECE: Final = 1 << 18
 """Rows that one message sets."""

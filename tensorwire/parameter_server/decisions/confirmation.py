@@ -28,7 +28,7 @@ def named_in(view: View, latest: Callable[[str], int]) -> set[Server]:
 
 
 class Confirmation:
-    """What a newcomer has found out about a cluster.
+    """A newcomer's knowledge of a cluster.
 
     Args:
         read: the view in the store; None if there is none.

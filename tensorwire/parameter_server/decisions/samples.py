@@ -297,7 +297,7 @@ class Account:
         return all(behind <= begin for _, behind in gaps(self.done, end))
 
     def forgetting(self, trainer: int) -> Account:
-        """What a trainer had on lease is free again."""
+        """Frees the batches that a trainer had on lease."""
         if self._lease_of(trainer) is None:
             return self
         return replace(self, leases=tuple(e for e in self.leases if e.trainer != trainer))

@@ -10,7 +10,7 @@ from typing import Final
 from tensorwire.checkpoint import Stateful
 
 OWN: Final = "pipeline's "
-"""How the names of states begin that a pipeline's scalers have."""
+"""Begins the names of the states that a pipeline's scalers have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class DriverPlaces:
         self._made += 1
 
     def own(self) -> dict[str, Stateful]:
-        """What was added, by the names of its states."""
+        """The objects that were added, by the names of their states."""
         return dict(self._own)
 
     def next_loop(self) -> int:

@@ -155,7 +155,7 @@ def test_keys_are_read_now_and_then_although_nothing_is_told(
 def test_a_stream_that_ends_is_followed_by_one_at_the_next_member(
     member: Member, end: dict[str, Any] | None
 ) -> None:
-    """What changed between the two is not missed: the keys are read again."""
+    """No change between the two is missed: the keys are read again."""
     with (
         contextlib.closing(Member()) as other,
         watch(member.place, other.place) as (made, told),

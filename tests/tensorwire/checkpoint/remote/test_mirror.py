@@ -1,4 +1,4 @@
-"""What is fetched is checked before it is applied; damage is not fetched all the time."""
+"""All that is fetched is checked before it is applied; damage is not fetched all the time."""
 
 from __future__ import annotations
 
