@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.decisions.clock import PushKind
+from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.kernels.arrays import Bools, Ints
 from tensorwire.parameter_server.messaging.messages import Known
 

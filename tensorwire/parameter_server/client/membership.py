@@ -12,7 +12,7 @@ from tensorwire.parameter_server.client.exchange import Whole
 from tensorwire.parameter_server.client.servers import LONGEST_PAUSE, PAUSE
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import PushKind
+from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.messaging import messages
 
 _logger: Final = logging.getLogger("tensorwire")

@@ -13,7 +13,7 @@ import rpc
 from rpc import extend
 from tensorwire.parameter_server.client import splitting
 from tensorwire.parameter_server.client.exchange import PendingPull, Whole
-from tensorwire.parameter_server.decisions.clock import PushKind
+from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.messages import TableIds

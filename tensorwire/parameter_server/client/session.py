@@ -30,7 +30,7 @@ from tensorwire.parameter_server.client.servers import Servers
 from tensorwire.parameter_server.client.slow_server import SlowServer
 from tensorwire.parameter_server.client.trainer import Trainer, Undone
 from tensorwire.parameter_server.client.undone import undone_of_others
-from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
+from tensorwire.parameter_server.decisions.pushes import Push, PushKind, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.records import NotHead
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged

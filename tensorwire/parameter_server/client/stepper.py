@@ -29,7 +29,7 @@ from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.splitting import RowGradients, WholeDense
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.client.tracking import Given
-from tensorwire.parameter_server.decisions.clock import PushKind
+from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.kernels.copying import is_finite
 from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.rows.device_memory import to_host

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import Cut, Status
+from tensorwire.parameter_server.decisions.pushes import Cut, Status
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.views import Snapshot, View
 

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Final
 
 from tensorwire.parameter_server.decisions import beginnings, orders, views
-from tensorwire.parameter_server.decisions.clock import Reached, Status
 from tensorwire.parameter_server.decisions.publishing import Publishing, why_not_written
+from tensorwire.parameter_server.decisions.pushes import Reached, Status
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
     Edit,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tensorwire.parameter_server.decisions.clock import Ready
+from tensorwire.parameter_server.decisions.pushes import Ready
 from tensorwire.parameter_server.decisions.records import Effect, Inform, Respond
 from tensorwire.parameter_server.decisions.replication import Fenced, Replication
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensorwire.parameter_server.decisions import clock
+from tensorwire.parameter_server.decisions import pushes
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot
 
@@ -37,7 +37,7 @@ class Release:
 class Go:
     """Go on up to a cut; answered, when it is reached, with the accounts of samples there."""
 
-    cut: clock.Cut
+    cut: pushes.Cut
 
 
 @dataclass(frozen=True, slots=True)

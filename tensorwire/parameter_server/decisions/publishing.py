@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from tensorwire.parameter_server.decisions import orders, views
-from tensorwire.parameter_server.decisions.clock import Reached
+from tensorwire.parameter_server.decisions.pushes import Reached
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
     Edit,

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tensorwire.parameter_server.decisions.clock import Clock, Refusal
+from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import UNBOUNDED
+from tensorwire.parameter_server.decisions.pushes import Refusal
 
 AT_ONCE: Final = 0
 """The step of a pull that waits for nobody."""

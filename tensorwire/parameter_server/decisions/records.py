@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensorwire.parameter_server.decisions import clock as clocks
-from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import Push, Ready
+from tensorwire.parameter_server.decisions import orders, pushes
 from tensorwire.parameter_server.decisions.leases import Renewal
+from tensorwire.parameter_server.decisions.pushes import Push, Ready
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.samples import Account, LeaseAsked
@@ -77,7 +76,7 @@ class Run:
     """Change the state by this."""
 
     what: (
-        clocks.Apply | clocks.Reached | orders.Prime | orders.Declare | orders.Published
+        pushes.Apply | pushes.Reached | orders.Prime | orders.Declare | orders.Published
         | Import | Exported | Assign
     )  # fmt: skip
 

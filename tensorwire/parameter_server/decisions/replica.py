@@ -11,19 +11,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from tensorwire.parameter_server.decisions import clock as clocks
-from tensorwire.parameter_server.decisions import orders, replication
-from tensorwire.parameter_server.decisions.clock import (
-    Clock,
-    Push,
-    Ready,
-    Refusal,
-    Refused,
-    Taken,
-)
+from tensorwire.parameter_server.decisions import orders, pushes, replication
+from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import Consistency, staleness_of
 from tensorwire.parameter_server.decisions.gate import Gate
 from tensorwire.parameter_server.decisions.leases import Lease, Renewal
+from tensorwire.parameter_server.decisions.pushes import Push, Ready, Refusal, Refused, Taken
 from tensorwire.parameter_server.decisions.reads import Answer, Pull, Reads, Turn
 from tensorwire.parameter_server.decisions.records import (
     After,
@@ -338,7 +331,7 @@ class Replica:
         """Changes the clock; returns what follows, and the answer to who sent the record."""
         answer: Any = None
         effects: list[Effect] = []
-        moved: list[clocks.Effect] = []
+        moved: list[pushes.Effect] = []
         if isinstance(record, Push):
             moved = self.clock.push(record)
         elif isinstance(record, orders.Hold):
@@ -362,7 +355,7 @@ class Replica:
             effects = [Run(record)]
         return effects + self._follow(moved), answer
 
-    def _prime(self, order: orders.Prime) -> tuple[list[Effect], list[clocks.Effect]]:
+    def _prime(self, order: orders.Prime) -> tuple[list[Effect], list[pushes.Effect]]:
         """Begins; once more if the move for which it began was given up and is made anew."""
         if self.is_primed and not self._is_as_primed(order):
             return [], []
@@ -372,7 +365,7 @@ class Replica:
             order.counts, order.time, order.epoch, order.awaited, active, order.accounts
         )
         effects: list[Effect] = [Run(order)]
-        moved: list[clocks.Effect] = []
+        moved: list[pushes.Effect] = []
         for rows in self._take_stash():
             more, on = self._import(rows)
             effects += more
@@ -385,7 +378,7 @@ class Replica:
             self.clock.awaits(source) for source in order.awaited
         )  # fmt: skip
 
-    def _import(self, rows: Import) -> tuple[list[Effect], list[clocks.Effect]]:
+    def _import(self, rows: Import) -> tuple[list[Effect], list[pushes.Effect]]:
         if not self.is_primed or rows.epoch > self.clock.epoch:
             self._stash[rows.source] = rows
             return [], []
@@ -399,7 +392,7 @@ class Replica:
             del self._stash[rows.source]
         return ready
 
-    def _follow(self, effects: list[clocks.Effect]) -> list[Effect]:
+    def _follow(self, effects: list[pushes.Effect]) -> list[Effect]:
         """The effects of the clock's decisions on the state and on those who wait."""
         done: list[Effect] = []
         queue = deque(effects)
@@ -413,7 +406,7 @@ class Replica:
                 done += self._inform(effect)
             else:
                 done.append(Run(effect))
-            if isinstance(effect, clocks.Reached):
+            if isinstance(effect, pushes.Reached):
                 done += self._answer_gone(effect.cut.change)
                 for rows in self._take_stash():
                     more, on = self._import(rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import Push, Refusal
+from tensorwire.parameter_server.decisions.pushes import Push, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.records import Assign, Heard, Import
 from tensorwire.parameter_server.decisions.samples import LeaseAsked

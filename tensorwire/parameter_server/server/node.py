@@ -15,8 +15,8 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorwire.parameter_server.decisions import lives, orders, views
-from tensorwire.parameter_server.decisions.clock import Push, Reached
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
+from tensorwire.parameter_server.decisions.pushes import Push, Reached
 from tensorwire.parameter_server.decisions.records import (
     Effect,
     Heard,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import rpc
-from tensorwire.parameter_server.decisions.clock import Apply, Refusal, Refused, Taken
+from tensorwire.parameter_server.decisions.pushes import Apply, Refusal, Refused, Taken
 from tensorwire.parameter_server.decisions.records import (
     Effect,
     NotHead,

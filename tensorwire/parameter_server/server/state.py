@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import Apply, Push, Reached
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency, Reduce
+from tensorwire.parameter_server.decisions.pushes import Apply, Push, Reached
 from tensorwire.parameter_server.decisions.records import Assign, Exported, Import
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.views import KEPT

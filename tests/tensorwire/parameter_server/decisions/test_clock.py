@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from tensorwire.parameter_server.decisions.clock import (
+from tensorwire.parameter_server.decisions.clock import Clock
+from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
+from tensorwire.parameter_server.decisions.pushes import (
     Apply,
-    Clock,
     Cut,
     Effect,
     Push,
@@ -20,7 +21,6 @@ from tensorwire.parameter_server.decisions.clock import (
     Refused,
     Taken,
 )
-from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
 
 
 def clock(consistency: Consistency, trainers: int = 2, epoch: int = 0) -> Clock:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from tensorwire.parameter_server.decisions import orders, views
-from tensorwire.parameter_server.decisions.clock import Status
 from tensorwire.parameter_server.decisions.coordination import Coordinator
+from tensorwire.parameter_server.decisions.pushes import Status
 from tensorwire.parameter_server.decisions.tasks import (
     Alarm,
     Ask,

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorwire.parameter_server.decisions.clock import Clock, Cut, Push, Refusal
+from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, UNBOUNDED, Async
+from tensorwire.parameter_server.decisions.pushes import Cut, Push, Refusal
 from tensorwire.parameter_server.decisions.reads import Answer, Pull, Reads, Turn
 
 

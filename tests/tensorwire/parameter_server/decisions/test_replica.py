@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tensorwire.parameter_server.decisions.clock import Apply, Push, PushKind, Taken
 from tensorwire.parameter_server.decisions.consistency import BSP, Async
 from tensorwire.parameter_server.decisions.leases import LEASE, Renewal
 from tensorwire.parameter_server.decisions.orders import Copy, Prime
+from tensorwire.parameter_server.decisions.pushes import Apply, Push, PushKind, Taken
 from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
 from tensorwire.parameter_server.decisions.records import (
     Assign,

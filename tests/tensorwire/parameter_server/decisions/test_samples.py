@@ -7,9 +7,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorwire.parameter_server.decisions.clock import (
+from tensorwire.parameter_server.decisions.clock import Clock
+from tensorwire.parameter_server.decisions.consistency import BSP
+from tensorwire.parameter_server.decisions.pushes import (
     Apply,
-    Clock,
     Cut,
     Effect,
     Push,
@@ -18,7 +19,6 @@ from tensorwire.parameter_server.decisions.clock import (
     Ready,
     Taken,
 )
-from tensorwire.parameter_server.decisions.consistency import BSP
 from tensorwire.parameter_server.decisions.samples import Account, Batches, Deal, gaps, size, united
 
 _NUMBERS = st.sets(st.integers(0, 60))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorwire.parameter_server.decisions.clock import Apply, Clock, Cut, Effect, Push, Ready
+from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import SSP, Async
+from tensorwire.parameter_server.decisions.pushes import Apply, Cut, Effect, Push, Ready
 from tensorwire.parameter_server.decisions.samples import (
     LONGEST_LEASE,
     Account,

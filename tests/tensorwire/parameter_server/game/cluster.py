@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from tensorwire.parameter_server.decisions import orders, views
-from tensorwire.parameter_server.decisions.clock import (
-    PushKind,
-)
 from tensorwire.parameter_server.decisions.lives import Latest
+from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.decisions.samples import Batches
 from tensorwire.parameter_server.decisions.tasks import (
     Reply,

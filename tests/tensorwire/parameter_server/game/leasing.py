@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensorwire.parameter_server.decisions.clock import PushKind
 from tensorwire.parameter_server.decisions.consistency import Async
+from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.decisions.samples import Batches, LeaseAsked, Leased
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import Apply, Push, Reached
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency, Reduce
+from tensorwire.parameter_server.decisions.pushes import Apply, Push, Reached
 from tensorwire.parameter_server.decisions.records import Import
 from tensorwire.parameter_server.decisions.slots import slot_of
 from tensorwire.parameter_server.declarations import spec as specs

@@ -7,15 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from tensorwire.parameter_server.decisions import views
-from tensorwire.parameter_server.decisions.clock import (
-    PushKind,
-)
 from tensorwire.parameter_server.decisions.confirmation import named_in
 from tensorwire.parameter_server.decisions.consistency import (
     BSP,
     staleness_of,
 )
 from tensorwire.parameter_server.decisions.leases import LEASE
+from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.tasks import (
     Conclude,

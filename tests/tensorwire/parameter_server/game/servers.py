@@ -8,14 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.parameter_server.decisions import orders, views
-from tensorwire.parameter_server.decisions.clock import (
-    Apply,
-    Reached,
-    Refusal,
-    Taken,
-)
 from tensorwire.parameter_server.decisions.coordination import Coordinator
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
+from tensorwire.parameter_server.decisions.pushes import Apply, Reached, Refusal, Taken
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.records import (
     Exported,

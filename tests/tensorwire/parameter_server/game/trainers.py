@@ -7,13 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import (
-    Push,
-    PushKind,
-    Refusal,
-    Refused,
-)
 from tensorwire.parameter_server.decisions.consistency import BSP
+from tensorwire.parameter_server.decisions.pushes import Push, PushKind, Refusal, Refused
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.records import Counted
 from tensorwire.parameter_server.decisions.samples import Account, Batches, gaps, size, united

@@ -12,8 +12,8 @@ import torch
 
 from tensorwire.checkpoint import Draft
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import Apply, Push, PushKind
 from tensorwire.parameter_server.decisions.consistency import BSP
+from tensorwire.parameter_server.decisions.pushes import Apply, Push, PushKind
 from tensorwire.parameter_server.decisions.records import Assign
 from tensorwire.parameter_server.decisions.slots import evenly, slot_of
 from tensorwire.parameter_server.declarations import spec as specs

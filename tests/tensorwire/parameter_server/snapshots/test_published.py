@@ -14,8 +14,8 @@ from torch import nn
 
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.decisions import orders
-from tensorwire.parameter_server.decisions.clock import Apply, Cut, Push, PushKind, Reached
 from tensorwire.parameter_server.decisions.orders import Extent, Version
+from tensorwire.parameter_server.decisions.pushes import Apply, Cut, Push, PushKind, Reached
 from tensorwire.parameter_server.decisions.records import Assign, Exported, Import
 from tensorwire.parameter_server.decisions.slots import moved, slot_of
 from tensorwire.parameter_server.declarations import spec as specs
