@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -417,11 +418,12 @@ class Cluster:
         return Samples(self, spec)
 
     def _samples_told(self) -> dict[str, Any]:
-        """The progress of each sampler."""
+        """The progress of each sampler whose account a server tells."""
         told = {}
         for name, text in self.session.view.samplers.items():
-            account = self.counting.account_of(name)
-            told[name] = asdict(progress_of(SamplerSpec.decode(text), account))
+            with contextlib.suppress(errors.UnreachableError):
+                account = self.counting.account_of(name)
+                told[name] = asdict(progress_of(SamplerSpec.decode(text), account))
         return told
 
     # --- the cluster as a whole
@@ -550,7 +552,10 @@ class Cluster:
         return roles.pop()
 
     def stats(self) -> dict[str, Any]:
-        """All that the servers and this worker can say of themselves, as plain data."""
+        """All that the servers and this worker can say of themselves, as plain data.
+
+        Servers that cannot be reached, and the progress that only they know, are left out.
+        """
         self.session.servers.require_own_process()
         self.session.refresh()
         answers = self.session.servers.ask_all(messages.Describe())

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import rpc
+from rpc.agent import Agent
 from rpc.runtime import wait_log
 from rpc.testing import MemoryHub, as_worker, local_group
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.client.exchange import Gradients
 from tensorwire.parameter_server.client.patience import Patience
+from tensorwire.parameter_server.declarations.spec import TableSpec
 from tests.tensorwire.parameter_server.clusters import server_names
 from tests.waiting import eventually
 
@@ -25,24 +30,126 @@ _PATIENCE = 0.3
 Calls = dict[str, Callable[[], object]]
 
 
-def _calls(cluster: ps.Cluster, table: ps.Table, folder: Path) -> Calls:
-    """Every public call that asks a server."""
-    ids, grad = torch.arange(4), torch.ones(4, 2)
-    layer = torch.nn.Linear(2, 1)
-    group = {"push": lambda: cluster.push({table: (ids, grad)})}
-    return group | {
-        "table": lambda: cluster.table("other", 2, ps.SGD(lr=1.0)),
-        "dense": lambda: cluster.dense("dense", torch.optim.SGD(layer.parameters(), lr=1.0)),
-        "pull": lambda: table.pull(ids),
-        "push of a table": lambda: table.push(ids, grad),
-        "snapshot": lambda: cluster.snapshot(folder / "snapshot").wait(),
-        "resize": lambda: cluster.resize(server_names(1), timeout=_PATIENCE),
-        "fetch": lambda: table.fetch(ids),
-        "pass_step": cluster.pass_step,
-        "reload": cluster.reload,
-        "samples": lambda: cluster.samples(8, batch_size=2),
-        "pull of a reader": lambda: cluster.reader(_PATIENCE).pull({"items": ids}),
-        "finish": cluster.finish,
+class _Trainer:
+    """A trainer that has declared and pushed something of each kind, and gives up soon.
+
+    Args:
+        worker: what it is.
+        newcomer: another worker, that is connected and no trainer.
+    """
+
+    def __init__(self, worker: Agent, newcomer: Agent) -> None:
+        with as_worker(newcomer):
+            self.newcomer = ps.connect(server_names(2))
+        with as_worker(worker):
+            self.cluster = ps.connect(server_names(2))
+        self.table = self.cluster.table("items", 2, ps.SGD(lr=1.0))
+        self.layer = torch.nn.Linear(2, 1)
+        self.optimizer = ps.Optimizer(self.cluster, self.layer, torch.optim.SGD, lr=1.0)
+        self.unloaded = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
+        self.declared = self.cluster.declare_dense("declared", self.unloaded)
+        self.state = self.optimizer.state_dict()
+        self.samples = self.cluster.samples(8, batch_size=2)
+        self.tracked = self.samples.track(DataLoader(range(8), batch_sampler=self.samples))  # type: ignore[arg-type]
+        self.bags = {"f": torch.nested.nested_tensor([[1, 2], [3]], layout=torch.jagged)}
+        self.table.push(torch.arange(4), torch.ones(4, 2))
+        for cluster in (self.cluster, self.newcomer):
+            cluster.session.servers.patience.limit = _PATIENCE
+
+    @property
+    def publishing(self) -> ps.Publishing:
+        assert self.cluster.publishing is not None
+        return self.cluster.publishing
+
+
+_CLASSES = (
+    ps.Cluster,
+    ps.Table,
+    ps.DenseGroup,
+    ps.Optimizer,
+    ps.Samples,
+    ps.Tracked,
+    ps.Reader,
+    ps.Saving,
+    ps.Publishing,
+    ps.Embedding,
+    ps.EmbeddingBag,
+    ps.EmbeddingCollection,
+    ps.EmbeddingBagCollection,
+)
+"""The public classes whose methods may ask a server."""
+
+_ONLY_END = {"Cluster.stats", "Publishing.stop"}
+"""They tell what there is, or stop what goes on, also without servers."""
+
+_ASKS_NOBODY = {
+    "Cluster": "bad_steps is_stale known nans number reader release step tables use_the_wait",
+    "Table": "check check_ids forget gradient_of gradients rule",
+    "DenseGroup": "accept gradients hyper is_changed values",
+    "Optimizer": "add_param_group",
+    "Samples": "set_epoch track",
+    "Tracked": "give next_batch next_indices",
+    "Saving": "done",
+    "Publishing": "is_running note_step version",
+    "EmbeddingBag": "extra_repr",
+}
+"""Public names that need no server, by class."""
+
+
+def _calls(trainer: _Trainer, folder: Path) -> Calls:
+    """Every public call that asks a server, by its class and name."""
+    cluster, table, optimizer = trainer.cluster, trainer.table, trainer.optimizer
+    ids, grad, group = torch.arange(4), torch.ones(4, 2), optimizer.group
+    other, rule = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0), ps.SGD(lr=1.0)
+    went_back = ps.RolledBack(0, {}, "")
+    gradients = Gradients({"items": (ids, grad)})
+    assert group is not None
+    return {
+        "Cluster.table": lambda: cluster.table("second", 2, rule),
+        "Cluster.declared": lambda: cluster.declared(
+            TableSpec("third", 2, rule, ps.Constant()), None
+        ),
+        "Cluster.dense": lambda: cluster.dense("dense", other),
+        "Cluster.declare_dense": lambda: cluster.declare_dense("dense", other),
+        "Cluster.load_dense": lambda: cluster.load_dense(trainer.declared, trainer.unloaded),
+        "Cluster.join": trainer.newcomer.join,
+        "Cluster.push": lambda: cluster.push({table: (ids, grad)}),
+        "Cluster.exchange": lambda: cluster.exchange(gradients, None).wait(),
+        "Cluster.pass_step": cluster.pass_step,
+        "Cluster.reload": cluster.reload,
+        "Cluster.samples": lambda: cluster.samples(8, batch_size=2, name="others"),
+        "Cluster.snapshot": lambda: cluster.snapshot(folder / "snapshot").wait(),
+        "Cluster.resize": lambda: cluster.resize(server_names(1), timeout=_PATIENCE),
+        "Cluster.publish": lambda: cluster.publish(folder / "published", ps.Steps(1)).wait(),
+        "Cluster.stats": cluster.stats,
+        "Table.pull": lambda: table.pull(ids),
+        "Table.fetch": lambda: table.fetch(ids),
+        "Table.fill": lambda: table.fill(ids, grad),
+        "Table.push": lambda: table.push(ids, grad),
+        "DenseGroup.upload": group.upload,
+        "DenseGroup.state": group.state,
+        "Optimizer.wrap": lambda: ps.Optimizer.wrap(other, cluster, name="wrapped"),
+        "Optimizer.step": optimizer.step,
+        "Optimizer.skip": optimizer.skip,
+        "Optimizer.reload": optimizer.reload,
+        "Optimizer.upload": optimizer.upload,
+        "Optimizer.state_dict": optimizer.state_dict,
+        "Optimizer.load_state_dict": lambda: optimizer.load_state_dict(trainer.state),
+        "Samples.progress": lambda: trainer.samples.progress,
+        "Tracked.turns": lambda: next(trainer.tracked.turns()),
+        "Tracked.recover": lambda: trainer.tracked.recover(went_back),
+        "Reader.pull": lambda: cluster.reader(_PATIENCE).pull({"items": ids}),
+        "Saving.wait": lambda: cluster.snapshot(folder / "another").wait(),
+        "Embedding.forward": lambda: ps.Embedding(table)(ids),
+        "EmbeddingBag.forward": lambda: ps.EmbeddingBag(table)(ids.view(2, 2)),
+        "EmbeddingCollection.forward": lambda: ps.EmbeddingCollection({"f": table})(trainer.bags),
+        "EmbeddingBagCollection.forward": lambda: ps.EmbeddingBagCollection({"f": table})(
+            trainer.bags
+        ),
+        "Publishing.wait": lambda: trainer.publishing.wait(),
+        "Publishing.take": lambda: (trainer.publishing.take(), trainer.publishing.wait()),
+        "Publishing.stop": lambda: trainer.publishing.stop(),
+        "Cluster.finish": cluster.finish,
     }
 
 
@@ -67,68 +174,70 @@ def _errors_of(calls: Calls) -> dict[str, BaseException | None]:
     return raised
 
 
-def _require_errors(raised: dict[str, BaseException | None], *kinds: type[Exception]) -> None:
-    wrong = {name: error for name, error in raised.items() if not isinstance(error, kinds)}
+def _require_errors(raised: dict[str, BaseException | None]) -> None:
+    kinds = rpc.RpcError, TimeoutError
+    wrong = {
+        name: error
+        for name, error in raised.items()
+        if not isinstance(error, kinds) and not (name in _ONLY_END and error is None)
+    }
     assert not wrong
 
 
-def _connected() -> tuple[ps.Cluster, ps.Table]:
-    cluster = ps.connect(server_names(2))
-    table = cluster.table("items", 2, ps.SGD(lr=1.0))
-    table.push(torch.arange(4), torch.ones(4, 2))
-    return cluster, table
+@contextlib.contextmanager
+def _trainer() -> Iterator[tuple[_Trainer, MemoryHub]]:
+    hub = MemoryHub()
+    with (
+        local_group(*server_names(2), "newcomer", "trainer", hub=hub) as agents,
+        as_worker(agents[-1]),
+    ):
+        yield _Trainer(agents[-1], agents[-2]), hub
 
 
-def _impatient() -> tuple[ps.Cluster, ps.Table]:
-    """As :func:`_connected`; gives up soon from now on."""
-    cluster, table = _connected()
-    cluster.session.servers.patience.limit = _PATIENCE
-    return cluster, table
+def test_every_public_method_has_a_case_or_asks_nobody(tmp_path: Path) -> None:
+    with _trainer() as (trainer, _):
+        cases = set(_calls(trainer, tmp_path))
+    local = {f"{each}.{name}" for each, names in _ASKS_NOBODY.items() for name in names.split()}
+    assert not cases & local
+    assert cases | local == {
+        f"{each.__name__}.{name}" for each in _CLASSES for name in vars(each) if name[0] != "_"
+    }
 
 
 def test_every_call_of_a_cluster_whose_servers_are_out_of_reach_ends_with_an_error(
     tmp_path: Path,
 ) -> None:
-    hub = MemoryHub()
-    with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
-        cluster, table = _impatient()
+    with _trainer() as (trainer, hub):
         for server in range(2):
             hub.cut(server)
-        raised = _errors_of(_calls(cluster, table, tmp_path))
-        _require_errors(raised, rpc.RpcError, TimeoutError)
-        assert isinstance(raised["push"], ps.UnreachableError)
-        assert cluster.stats()["servers"] == {}
+        raised = _errors_of(_calls(trainer, tmp_path))
+        _require_errors(raised)
+        assert isinstance(raised["Cluster.push"], ps.UnreachableError)
+        assert trainer.cluster.stats()["servers"] == {}
 
 
 def test_finish_of_a_trainer_that_reaches_no_server_ends_with_an_error() -> None:
-    hub = MemoryHub()
-    with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
-        cluster, _ = _impatient()
+    with _trainer() as (trainer, hub):
         for server in range(2):
             hub.cut(server)
-        raised = _errors_of({"finish": cluster.finish})
+        raised = _errors_of({"finish": trainer.cluster.finish})
         assert isinstance(raised["finish"], ps.UnreachableError)
 
 
 def test_every_call_of_a_cluster_that_lost_its_state_says_so(tmp_path: Path) -> None:
-    hub = MemoryHub()
-    with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
-        cluster = ps.connect(server_names(2))
-        table = cluster.table("items", 2, ps.SGD(lr=1.0))
-        table.push(torch.arange(4), torch.ones(4, 2))
+    with _trainer() as (trainer, hub):
         hub.cut(1)
-        raised = _errors_of(_calls(cluster, table, tmp_path))
-        _require_errors(raised, rpc.RpcError, TimeoutError)
-        assert isinstance(raised["push"], ps.ServerLostError)
-        assert isinstance(raised["table"], ps.ParameterServerError)
+        raised = _errors_of(_calls(trainer, tmp_path))
+        _require_errors(raised)
+        assert isinstance(raised["Cluster.push"], ps.ServerLostError)
+        assert isinstance(raised["Cluster.table"], ps.ParameterServerError)
 
 
 def test_every_call_of_a_cluster_that_was_left_says_so(tmp_path: Path) -> None:
-    with local_group(*server_names(2), "trainer") as agents, as_worker(agents[-1]):
-        cluster, table = _impatient()
-        cluster.session.close()
-        raised = _errors_of(_calls(cluster, table, tmp_path))
-        _require_errors(raised, rpc.RpcError, TimeoutError)
+    with _trainer() as (trainer, _):
+        for cluster in (trainer.cluster, trainer.newcomer):
+            cluster.session.close()
+        _require_errors(_errors_of(_calls(trainer, tmp_path)))
 
 
 def test_patience_ends_after_a_row_of_vain_tries() -> None:
@@ -160,7 +269,8 @@ def test_finish_says_in_the_log_at_which_servers_pushes_are_not_safe(
         hub.thaw(1)
 
     with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
-        cluster, _ = _connected()
+        cluster = ps.connect(server_names(2))
+        cluster.table("items", 2, ps.SGD(lr=1.0)).push(torch.arange(4), torch.ones(4, 2))
         hub.freeze(1)
         thread = threading.Thread(target=thaw)
         thread.start()
