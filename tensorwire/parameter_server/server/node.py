@@ -20,7 +20,6 @@ from tensorwire.parameter_server.decisions.pushes import Push, Reached
 from tensorwire.parameter_server.decisions.records import (
     Effect,
     Heard,
-    Import,
     Inform,
     NotHead,
     Safe,
@@ -37,6 +36,7 @@ from tensorwire.parameter_server.messaging.settings import consistency_of
 from tensorwire.parameter_server.server.available import Claim
 from tensorwire.parameter_server.server.coordinating import Coordinating
 from tensorwire.parameter_server.server.copying import Copies, Name
+from tensorwire.parameter_server.server.exports import Exports
 from tensorwire.parameter_server.server.shard import Call, PullCall, PushCall, ShardServer
 from tensorwire.parameter_server.server.state import ShardState, rows_of
 from tensorwire.parameter_server.server.writing import write_for
@@ -77,6 +77,7 @@ class Node:
         self.caller = Caller(host.worker, cluster)
         self.lives = Lives(lambda name: latest_life(host.worker, name))
         self.copies = Copies(self)
+        self._exports = Exports(self)
         self.coordinating = Coordinating(self)
         self._term = -1
         self._versions: dict[int, int] = {}
@@ -84,7 +85,6 @@ class Node:
         self._expelled = False
         self._early: dict[int, list[tuple[Call, messages.Logged]]] = {}
         self._joining: set[int] = set()
-        self._exporting: set[tuple[int, int, int]] = set()
         self._polls: list[tuple[Call, int, frozenset[Server]]] = []
         outbox = Outbox(RLock())
         self.acting, self.later = outbox.acting, outbox.later
@@ -186,7 +186,7 @@ class Node:
         self.coordinating.seen(view)
         self._vote()
         for number in list(self.shards):
-            self.resend_exports(number)
+            self._exports.send(number)
             self.carry_out(number, self.shards[number].replica.inform_again())
         self.coordinating.look()
 
@@ -532,8 +532,7 @@ class Node:
     def _informed(self, number: int) -> Callable[[Any], None]:
         def done(answer: Any) -> None:
             if answer is LOST or isinstance(answer, NotHead):
-                again = partial(self._inform_again, number)
-                self.later(lambda: self.host.after(_SECONDS_BETWEEN_TRIES, again))
+                self.try_again(partial(self._inform_again, number))
 
         return done
 
@@ -542,6 +541,10 @@ class Node:
             shard = self.shards.get(number)
             if shard is not None:
                 self.carry_out(number, shard.replica.inform_again())
+
+    def try_again(self, action: Callable[[], None]) -> None:
+        """Runs ``action`` soon, without the lock: what it sends was not taken now."""
+        self.later(lambda: self.host.after(_SECONDS_BETWEEN_TRIES, action))
 
     def copied(self, shard: ShardServer, effect: StartCopy, arrived: bool) -> None:
         """A copy has arrived at a new backup, or not."""
@@ -559,38 +562,7 @@ class Node:
                 shard.state.forget_frozen(kept)
         if isinstance(what, Reached) and isinstance(what.cut.action, orders.Move):
             with self.acting():
-                self.resend_exports(shard.replica.shard)
-
-    def resend_exports(self, number: int) -> None:
-        """Sends rows to the shards that keep them from now on, until those say they have them."""
-        shard = self.shards.get(number)
-        if shard is None or not shard.replica.is_head or self.view is None:
-            return
-        for (target, epoch), moved in list(shard.state.exports.items()):
-            found = self.view.shard(target)
-            key = (number, target, epoch)
-            if found is None or not found.chain or key in self._exporting:
-                continue
-            self._exporting.add(key)
-            rows = Import(number, epoch, moved, moved.accounts)
-            bring = messages.Bring(target, shard.replica.version, rows)
-
-            def done(answer: Any, target: int = target, epoch: int = epoch) -> None:
-                self._exporting.discard((number, target, epoch))
-                if number not in self.shards:
-                    return
-                if answer is LOST or isinstance(answer, NotHead):
-                    again = partial(self._resend, number)
-                    self.later(lambda: self.host.after(_SECONDS_BETWEEN_TRIES, again))
-                else:
-                    replica = self.shards[number].replica
-                    self.carry_out(number, replica.exported(target, epoch))
-
-            self.call(found.head, bring, done)
-
-    def _resend(self, number: int) -> None:
-        with self.acting():
-            self.resend_exports(number)
+                self._exports.send(shard.replica.shard)
 
 
 def _turned_away(message: Any) -> Any:
