@@ -418,10 +418,10 @@ class Cluster:
         return Samples(self, spec)
 
     def _samples_told(self) -> dict[str, Any]:
-        """The progress of each sampler whose account a server tells."""
+        """The progress of each sampler, if the server that keeps the accounts is reached."""
         told = {}
-        for name, text in self.session.view.samplers.items():
-            with contextlib.suppress(errors.UnreachableError):
+        with contextlib.suppress(errors.UnreachableError):
+            for name, text in self.session.view.samplers.items():
                 account = self.counting.account_of(name)
                 told[name] = asdict(progress_of(SamplerSpec.decode(text), account))
         return told

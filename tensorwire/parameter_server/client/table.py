@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 TableKind = tuple[int, str, bool]
-"""Width of rows, their way over the wire, and the rows that trainers keep."""
+"""Width of rows, their type on the wire, and whether trainers keep some of them."""
 
 _PIECE: Final = 1 << 18
 """Rows that one message sets."""
