@@ -6,6 +6,7 @@ with :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`, and leaves with
 """
 
 from rpc import api, backend_registry, constants, functions, options, tracing
+from rpc import extend as extend
 from rpc import internal as internal
 from rpc import rref_proxy as rref_proxy
 from rpc.agent import Agent

@@ -31,7 +31,6 @@ from rpc.calls.work_report import WorkReport
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
 from rpc.current import context_of, forked_from
 from rpc.errors import WorkerLostError
-from rpc.extend import Worker
 from rpc.group.directory import Destination, Directory
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.group.loss_reports import LossReports
@@ -57,6 +56,7 @@ from rpc.runtime.timers import Timers
 from rpc.transports.base import MapsDevices, Peer, Transport
 from rpc.transports.inherited import InheritedTransport
 from rpc.wire.control import ControlMessage, Leaving
+from rpc.worker import Worker
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:

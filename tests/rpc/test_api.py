@@ -214,7 +214,7 @@ def test_a_prefix_of_names_is_text(worker: Agent) -> None:
 def test_all_that_the_original_makes_public_is_there_once_rpc_is_imported() -> None:
     missing = [name for name in torch.distributed.rpc.__all__ if not hasattr(rpc, name)]
     assert not missing
-    modules = "api", "backend_registry", "constants", "functions", "internal", "options"
+    modules = "api", "backend_registry", "constants", "extend", "functions", "internal", "options"
     attributes = [*modules, "rref_proxy"]
     script = f"import rpc; assert all(hasattr(rpc, name) for name in {attributes})"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.machines import Machine
 from tests.processes import ready_made
-from tests.waiting import eventually, until
+from tests.waiting import eventually
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIGHT = str(PROGRAMS / "light.py")
@@ -158,7 +158,9 @@ def works_on(work: Job, name: str, after: dict[str, Any] | None = None) -> dict[
         return int(now["steps"]) if now.get("incarnation", lives) > lives else -1
 
     before = max(0, steps())
-    until(lambda: steps() >= before + 3, SECONDS, 0.05)
+    assert eventually(lambda: steps() >= before + 3, SECONDS, 0.05), (
+        f"{name} makes no steps; its agents said:\n{work.said}"
+    )
     return progress(work, name)
 
 

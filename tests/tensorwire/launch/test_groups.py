@@ -16,7 +16,7 @@ import pytest
 
 from tests.free_ports import free_port
 from tests.tensorwire.launch.jobs import FORKED, PROGRAMS, SECONDS, Job, is_running, job
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,7 +46,9 @@ def works_on(work: Job, name: str, other_than: int = 0) -> dict[str, Any]:
         return int(now["steps"]) if now.get("pid", other_than) != other_than else -1
 
     before = max(0, done())
-    until(lambda: done() >= before + 3, SECONDS, 0.05)
+    assert eventually(lambda: done() >= before + 3, SECONDS, 0.05), (
+        f"{name} makes no steps; its agents said:\n{work.said}"
+    )
     return progress(work, name)
 
 
