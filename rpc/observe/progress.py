@@ -29,12 +29,14 @@ class ProgressReport:
         age: seconds since the last one; since the worker began, if there was none.
         phase: the name of the slow phase that it is in; empty for none.
         phase_age: seconds since that began.
+        longest: seconds of the longest pause between two steps so far; slow phases do not count.
     """
 
     steps: int
     age: float
     phase: str
     phase_age: float
+    longest: float
 
 
 class Progress:
@@ -49,20 +51,26 @@ class Progress:
         self._lock = threading.Lock()
         self._steps = 0
         self._last = clock.now()
+        self._longest = 0.0
         self._phases: list[tuple[str, float]] = []
         self._sources: dict[str, Facts] = {}
 
     def count(self, steps: int = 1) -> None:
-        """Counts steps that were made."""
+        """Counts steps that were made; none leave everything as it is."""
+        if not steps:
+            return
+        now = self._clock.now()
         with self._lock:
+            self._end_pause(now)
             self._steps += steps
-            self._last = self._clock.now()
+            self._last = now
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """For the length of a block, steps may take long; the innermost block's name is told."""
         entry = name[:_LONGEST_NAME], self._clock.now()
         with self._lock:
+            self._end_pause(entry[1])
             self._phases.append(entry)
         try:
             yield
@@ -70,6 +78,11 @@ class Progress:
             with self._lock:
                 self._phases.remove(entry)
                 self._last = self._clock.now()
+
+    def _end_pause(self, now: float) -> None:
+        """Takes in a pause outside of slow phases; what comes before the first step is none."""
+        if self._steps and not self._phases:
+            self._longest = max(self._longest, now - self._last)
 
     def add_source(self, name: str, facts: Facts) -> Callable[[], None]:
         """Has reporters ask ``facts``; returns what ends that."""
@@ -88,7 +101,8 @@ class Progress:
         now = self._clock.now()
         with self._lock:
             phase, since = self._phases[-1] if self._phases else ("", now)
-            return ProgressReport(self._steps, now - self._last, phase, now - since)
+            age = now - self._last
+            return ProgressReport(self._steps, age, phase, now - since, self._longest)
 
     def facts(self) -> dict[str, dict[str, object]]:
         """The answer of each source; of one that fails, why."""

@@ -16,9 +16,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 _LONGEST_LINE: Final = 32 << 20
+_LONGEST_ANSWER: Final = 16 << 20
+"""Bytes in one answer of a worker; a longer one, such as no worker of ours gives, ends its link."""
+_MOST_QUESTIONS: Final = 16
 _SECONDS_TO_SAY_WHO: Final = 5.0
 _MOST_CONNECTIONS: Final = 1024
 
@@ -38,11 +41,18 @@ class _Link:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._open: dict[int, Future[Any]] = {}
+        self.facts: Future[Any] | None = None
+        """The answer to the question for facts that is out; of use to the hub alone."""
 
     def ask(self, question: Question) -> Future[Any]:
         """Sends a question; the future has its answer."""
         answer: Future[Any] = Future()
         with self._lock:
+            if len(self._open) >= _MOST_QUESTIONS:  # more would fill the socket, and wait for ever
+                answer.set_exception(
+                    NoAnswerError(f"{self.name} has not answered {_MOST_QUESTIONS} questions")
+                )
+                return answer
             number = next(self._numbers)
             self._open[number] = answer
         line = json.dumps({**question, "number": number}).encode() + b"\n"
@@ -113,18 +123,28 @@ class Hub:
         except WaitedTooLong:
             raise NoAnswerError(f"{name} has not answered within {timeout:g} s") from None
 
-    def ask_all(
-        self, names: Iterable[str], question: Question, timeout: float
-    ) -> dict[str, Mapping[str, Any]]:
-        """The answers of those workers that answer in time."""
+    def facts(self, names: Iterable[str], timeout: float) -> dict[str, Mapping[str, Any]]:
+        """The facts of those workers that tell them in time.
+
+        Who did not answer the time before is not waited for: its late answer is taken when it is
+        there, and no other question is sent until then. For one caller at a time.
+        """
         with self._lock:
             links = [self._links[name] for name in names if name in self._links]
-        asked = [(link.name, link.ask(question)) for link in links]
-        answers: dict[str, Mapping[str, Any]] = {}
         deadline = time.monotonic() + timeout
-        for name, answer in asked:
-            with contextlib.suppress(WaitedTooLong, NoAnswerError):
-                answers[name] = answer.result(max(0.0, deadline - time.monotonic()))
+        asked = [
+            (link, link.facts, 0.0) if link.facts else (link, link.ask({"ask": "facts"}), deadline)
+            for link in links
+        ]
+        answers: dict[str, Mapping[str, Any]] = {}
+        for link, answer, until in asked:
+            link.facts = None
+            try:
+                answers[link.name] = answer.result(max(0.0, until - time.monotonic()))
+            except WaitedTooLong:
+                link.facts = answer
+            except NoAnswerError:
+                continue
         return answers
 
     def pids(self) -> dict[str, int]:
@@ -184,11 +204,11 @@ class Hub:
                 self._connections.discard(connection)
                 self._threads.discard(threading.current_thread())
 
-    def _serve_worker(self, link: _Link, lines: Iterable[bytes]) -> None:
+    def _serve_worker(self, link: _Link, lines: BinaryIO) -> None:
         with self._lock:
             self._links[link.name] = link  # a later life takes the place of an earlier one
         try:
-            for line in lines:
+            while line := lines.readline(_LONGEST_ANSWER):
                 link.take(line)
         finally:
             link.close()
@@ -196,7 +216,7 @@ class Hub:
                 if self._links.get(link.name) is link:
                     del self._links[link.name]
 
-    def _serve_viewer(self, connection: socket.socket, lines: Any) -> None:
+    def _serve_viewer(self, connection: socket.socket, lines: BinaryIO) -> None:
         while line := lines.readline(1 << 16):
             try:
                 told: dict[str, object] = {"answer": self._view(json.loads(line))}

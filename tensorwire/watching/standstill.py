@@ -1,17 +1,20 @@
 """Decides which workers of a job stand still, and why. Sans-IO: views in, findings out.
 
 A worker's *budget* is what its own past allows: ten times the longest pause between two steps that
-it has made, and at least the job's stall timeout. Who made no step yet has none, so a slow first
-step raises nothing. Four things are known to take long and end a suspicion: a phase that the
-program or a library has named (``rpc.slow_phase``, a snapshot, a resize), code that is being
-compiled, and a process that computes: it took much processor time lately outside of waits.
+it has made, as it measured that itself, and at least the job's stall timeout. Who made no step yet
+has none, so a slow first step raises nothing. Three things are known to take long and end a
+suspicion: a phase that the program or a library has named (``rpc.slow_phase``, a snapshot, a
+resize), code that is being compiled, and a process that computes: it took much processor time
+lately outside of waits.
 
 Of those whose budget is used up, the ones that others wait for are to blame: the waits are
-followed to whoever waits for nobody, or round a cycle.
+followed to whoever waits for nobody, or round a cycle. Nobody is blamed while one of the three
+things explains why it takes long.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,19 +70,15 @@ class _Past:
     Args:
         life: the life that this is about.
         since: when it was first seen.
-        steps: counted at the last look.
-        last: when the count was last seen to change.
-        longest: the longest pause between two changes.
-        changes: how often it changed.
-        cpu: processor seconds, by the time of the look, of the last minute.
+        last: when it made its last step.
+        longest: the longest pause between two steps.
+        cpu: processor seconds, by the time of the look, as far back as its budget goes.
     """
 
     life: int
     since: float
-    steps: int = 0
-    last: float = 0.0
+    last: float
     longest: float = 0.0
-    changes: int = 0
     cpu: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -111,7 +110,8 @@ class Standstill:
         if not still:
             self._told = {}
             return []
-        findings = _findings(known, still)
+        slow = {name for name, worker in known.items() if self._takes_long(worker)}
+        findings = [f for f in _findings(known, still) if not slow.issuperset(f.blamed)]
         new = [each for each in findings if self._is_news(each)]
         self._told = {
             name: bool(each.waiting) or self._told.get(name, False)
@@ -128,6 +128,11 @@ class Standstill:
         known = [self._told.get(name) for name in finding.blamed]
         return None in known or (bool(finding.waiting) and False in known)
 
+    def soonest(self, now: float) -> float:
+        """When the next budget ends, if nobody makes a step before; infinity for never."""
+        ends = (past.last + self.budget(name) for name, past in self._pasts.items())
+        return min((end for end in ends if end >= now), default=math.inf)
+
     def budget(self, name: str) -> float:
         """Seconds without a step after which a worker is suspected."""
         past = self._pasts.get(name)
@@ -141,28 +146,29 @@ class Standstill:
         past = self._pasts.get(worker.name)
         if past is None or past.life != worker.life:
             past = self._pasts[worker.name] = _Past(worker.life, now, last=now)
+        progress = _progress(worker)
+        past.longest = float(progress.get("longest", 0.0))
+        heard = now - worker.silent_for
+        past.last = heard if progress.get("phase") else heard - float(progress.get("age", 0.0))
         if worker.process is not None:
             past.cpu.append((now, worker.process.cpu_seconds))
             past.cpu = [(t, used) for t, used in past.cpu if t >= now - self.budget(worker.name)]
-        progress = _progress(worker)
-        steps = int(progress.get("steps", 0))
-        if steps != past.steps:
-            if past.changes:
-                past.longest = max(past.longest, now - past.last)
-            past.steps, past.last, past.changes = steps, now, past.changes + 1
-        elif progress.get("phase") and worker.silent_for <= self.budget(worker.name):
-            past.last = now  # of one who has been silent for longer, nobody knows where it is
 
     def _stands(self, now: float, worker: WorkerView) -> bool:
         past = self._pasts[worker.name]
-        if not past.changes or now - past.since < self._history:
+        if not _progress(worker).get("steps") or now - past.since < self._history:
             return False
-        if now - past.last <= self.budget(worker.name):
-            return False
-        return not (_in_files(worker, _COMPILERS) or self._computes(worker, past))
+        return now - past.last > self.budget(worker.name) and not self._takes_long(worker)
 
-    def _computes(self, worker: WorkerView, past: _Past) -> bool:
+    def _takes_long(self, worker: WorkerView) -> bool:
+        """True if it may take long: in a slow phase, as it compiles, or as it computes."""
+        is_known = worker.silent_for <= self.budget(worker.name)  # or else it may have left both
+        told = bool(_progress(worker).get("phase")) or _in_files(worker, _COMPILERS)
+        return (is_known and told) or self._computes(worker)
+
+    def _computes(self, worker: WorkerView) -> bool:
         """True if it took much processor time lately, outside of a collection or a collective."""
+        past = self._pasts[worker.name]
         if len(past.cpu) < 2 or _collecting(worker) or _in_files(worker, _COLLECTIVES):
             return False
         (begun, before), (ended, after) = past.cpu[0], past.cpu[-1]

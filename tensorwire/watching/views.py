@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-_LARGEST: Final = 8 << 20
+_LARGEST: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,17 @@ class JobView:
     alarms: tuple[str, ...] = ()
     news: tuple[str, ...] = field(default=())
 
+    def plain(self) -> dict[str, object]:
+        """The view as viewers are told it: as JSON has it, without the threads' stacks."""
+        return {
+            **_fields(self),
+            "nodes": [_fields(node) for node in self.nodes],
+            "workers": [_plain(worker) for worker in self.workers],
+        }
+
     def encode(self) -> bytes:
         """The view as JSON."""
-        return json.dumps(asdict(self), default=str).encode()
+        return json.dumps(self.plain(), default=str).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> JobView:
@@ -134,3 +142,16 @@ class JobView:
             )
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"this is no view of a job: {error!r}") from error
+
+
+def _plain(worker: WorkerView) -> dict[str, object]:
+    facts = None if worker.facts is None else dict(worker.facts)
+    if facts is not None:
+        facts.pop("threads", None)
+    process = worker.process and _fields(worker.process)
+    return {**_fields(worker), "process": process, "facts": facts}
+
+
+def _fields(record: JobView | NodeView | WorkerView | ProcessView) -> dict[str, object]:
+    """As ``dataclasses.asdict`` has it, but without copies of all that workers told."""
+    return {name: getattr(record, name) for name in record.__slots__}

@@ -1,8 +1,8 @@
 """One agent's watch over a job: gathers, answers viewers, looks for standstills.
 
 The agent tells in each of its rounds who there is; a thread does the rest: once a second while
-somebody looks at the job through any agent, ten times within the least budget for standstills, and
-otherwise it only reads whether another agent calls.
+somebody looks at the job through any agent, ten times within the least budget for standstills and
+when a budget ends, and otherwise it only reads whether another agent calls.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,12 @@ _logger = logging.getLogger("rpcrun")
 _SECONDS_BETWEEN_LOOKS: Final = 1.0
 _LOOKS_IN_A_BUDGET: Final = 10
 """Looks for standstills within the least budget; more would ask workers for nothing."""
+_SECONDS_BEYOND_A_BUDGET: Final = 0.1
 _SECONDS_FOR_FACTS: Final = 0.8
+_SECONDS_FACTS_ARE_NEW: Final = 0.5
+"""As long as they are, nobody is asked for others, however many look at the job."""
+_STACKS_AT_ONCE: Final = 8
+_MOST_STACKS: Final = 32
 _SECONDS_FOR_STACKS: Final = 5.0
 _SECONDS_A_VIEWER_COUNTS: Final = 5.0
 _SECONDS_FOR_OTHERS: Final = 20.0
@@ -98,6 +104,7 @@ class JobWatch:
         self._told: tuple[object, ...] = ({}, {}, ())
         self._standstill = Standstill(policy.least, policy.at_once)
         self._looks_again = 0.0
+        self._gathered = -_SECONDS_FACTS_ARE_NEW
         self._alarms: deque[str] = deque(maxlen=_MOST_NEWS)
         self._news: deque[str] = deque(maxlen=_MOST_NEWS)
         self._restarts: set[tuple[str, int]] = set()
@@ -148,7 +155,7 @@ class JobWatch:
         """
         what = question.get("ask")
         if what == "job":
-            return asdict(self.view())
+            return self.view().plain()
         if what not in ("stacks", "trace", "log"):
             raise ValueError(f"ask={what!r} must be job, stacks, trace or log")
         worker = self._worker(str(question.get("worker")))
@@ -201,7 +208,7 @@ class JobWatch:
         for file in files:
             with contextlib.suppress(OSError), Path(file).open("rb") as opened:
                 opened.seek(max(0, Path(file).stat().st_size - _LOG_BYTES))
-                texts.append(opened.read().decode(errors="replace"))
+                texts.append(opened.read(_LOG_BYTES).decode(errors="replace"))
         if not texts:
             raise NoAnswerError(
                 f"the output of {name} goes to the terminal only; start rpcrun with --tee 3 to "
@@ -234,12 +241,14 @@ class JobWatch:
     # --- the thread
 
     def _run(self) -> None:
-        while not self._stop.wait(_SECONDS_BETWEEN_LOOKS):
+        looks_at = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+        while not self._stop.wait(max(0.0, looks_at - time.monotonic())):
+            looks_at = time.monotonic() + _SECONDS_BETWEEN_LOOKS
             try:
-                is_due = self._is_due()
+                is_due = bool(self._policy.least) and time.monotonic() >= self._looks_again
                 self._look(fresh=is_due)
-                for finding in self._standstills() if is_due else ():
-                    self._alarm(finding)
+                if is_due:
+                    self._alarm(self._standstills())
             except Exception as error:  # the job goes on, watched or not
                 _logger.warning("watching the job failed: %s: %s", type(error).__name__, error)
 
@@ -247,29 +256,26 @@ class JobWatch:
         """Gathers what is wanted, and exchanges it with the other agents."""
         with self._looking:
             wanted = self._is_wanted() or fresh
-            if wanted:
+            if wanted and time.monotonic() - self._gathered >= _SECONDS_FACTS_ARE_NEW:
                 self._gather()
             if self._others_now():
                 self._meet_others(wanted)
             else:
                 self._others.clear()
 
-    def _is_due(self) -> bool:
-        """True if standstills are to be looked for now."""
-        now = time.monotonic()
-        if not self._policy.least or now < self._looks_again:
-            return False
-        self._looks_again = now + self._policy.least / _LOOKS_IN_A_BUDGET
-        return True
-
     def _standstills(self) -> list[Finding]:
         """New ones, at the one agent that looks for those of the whole job."""
         with self._lock:
             is_first = all(node.number >= self._node for node in self._seen.nodes)
             workers = self._all_workers()
+        now = time.monotonic()
+        self._looks_again = now + self._policy.least / _LOOKS_IN_A_BUDGET
         if not is_first:
             return []
-        return self._standstill.look(time.monotonic(), workers)
+        found = self._standstill.look(now, workers)
+        ends = self._standstill.soonest(now) + _SECONDS_BEYOND_A_BUDGET
+        self._looks_again = min(self._looks_again, ends)
+        return found
 
     def _is_viewed(self) -> bool:
         return time.monotonic() - self._viewed < _SECONDS_A_VIEWER_COUNTS
@@ -288,8 +294,8 @@ class JobWatch:
         with self._lock:
             seen = self._seen
         names = list(seen.local)
-        facts = self._hub.ask_all(names, {"ask": "facts"}, _SECONDS_FOR_FACTS)
-        now = time.monotonic()
+        facts = self._hub.facts(names, _SECONDS_FOR_FACTS)
+        now = self._gathered = time.monotonic()
         views = {}
         for worker in seen.workers:
             if worker.name not in seen.local:
@@ -396,14 +402,22 @@ class JobWatch:
 
     # --- standstills
 
-    def _alarm(self, finding: Finding) -> None:
-        _logger.warning("%s", finding.sentence)
+    def _alarm(self, findings: Sequence[Finding]) -> None:
+        """Says first who stands still, then with which stacks: to be told them may take long."""
+        for finding in findings:
+            _logger.warning("%s", finding.sentence)
+        if not findings:
+            return
         with self._lock:
-            self._alarms.append(finding.sentence)
-        for name in finding.blamed:
-            _logger.warning("%s", self._stacks_or_state(name))
-            if self._policy.restarts:
-                self._restart_anywhere(name)
+            self._alarms.extend(finding.sentence for finding in findings)
+        blamed = list(dict.fromkeys(name for finding in findings for name in finding.blamed))
+        with ThreadPoolExecutor(_STACKS_AT_ONCE, "rpcrun-stacks") as pool:
+            for text in pool.map(self._stacks_or_state, blamed[:_MOST_STACKS]):
+                _logger.warning("%s", text)
+        if len(blamed) > _MOST_STACKS:
+            _logger.warning("stacks of %d more are left out", len(blamed) - _MOST_STACKS)
+        for name in blamed if self._policy.restarts else ():
+            self._restart_anywhere(name)
 
     def _stacks_or_state(self, name: str) -> str:
         """The stacks of a worker; if it does not answer, the state of its process."""

@@ -41,6 +41,24 @@ def test_the_innermost_slow_phase_is_told_and_its_end_counts_as_a_sign_of_life()
     assert progress.report().age == 0.0
 
 
+def test_the_longest_pause_is_told_without_slow_phases_and_the_first_step() -> None:
+    clock = VirtualClock()
+    progress = Progress(clock)
+    clock.advance(90.0)
+    progress.count()
+    assert progress.report().longest == 0.0
+    clock.advance(2.0)
+    with progress.phase("evaluation"):
+        clock.advance(60.0)
+        progress.count()
+        assert progress.report().longest == 2.0
+    clock.advance(3.0)
+    progress.count(0)
+    assert (progress.report().age, progress.report().longest) == (3.0, 2.0)
+    progress.count()
+    assert (progress.report().age, progress.report().longest) == (0.0, 3.0)
+
+
 def test_a_source_that_fails_spoils_only_its_own_entry() -> None:
     progress = Progress(VirtualClock())
     progress.add_source("broken", lambda: {}["missing"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -75,7 +76,10 @@ class Values:
         return self.kept.get(key)
 
 
-FACTS = {"progress": {"steps": 7, "age": 0.1, "phase": "", "phase_age": 0.0}, "made": []}
+FACTS: dict[str, Any] = {
+    "progress": {"steps": 7, "age": 0.1, "phase": "", "phase_age": 0.0, "longest": 0.1},
+    "made": [],
+}
 
 
 def test_workers_are_asked_and_one_that_is_silent_holds_nobody_up(tmp_path: Path) -> None:
@@ -85,8 +89,20 @@ def test_workers_are_asked_and_one_that_is_silent_holds_nobody_up(tmp_path: Path
             silent.connect(hub.path)
             silent.sendall(b'{"name": "b:0", "pid": 1}\n')
             until(lambda: set(hub.pids()) == {"a:0", "b:0"}, 30)
-            answers = hub.ask_all(["a:0", "b:0", "c:0"], {"ask": "facts"}, 0.5)
+            answers = hub.facts(["a:0", "b:0", "c:0"], 0.5)
             assert answers == {"a:0": FACTS}
+            assert hub.facts(["a:0", "b:0"], 60) == {"a:0": FACTS}  # b:0 is not waited for again
+            silent.sendall(b'{"number": 0, "answer": {}}\n')
+            until(lambda: "b:0" in hub.facts(["b:0"], 0), 30)
+            for _ in range(100):  # as many unanswered ones would fill a socket, and hold up the hub
+                hub.facts(["b:0"], 0)
+            with pytest.raises(NoAnswerError, match="b:0 has not answered within"):
+                hub.ask("b:0", {"ask": "stacks"}, 0.01)
+            for _ in range(20):
+                with contextlib.suppress(NoAnswerError):
+                    hub.ask("b:0", {"ask": "stacks"}, 0)
+            with pytest.raises(NoAnswerError, match="b:0 has not answered 16 questions"):
+                hub.ask("b:0", {"ask": "stacks"}, 60)
             with pytest.raises(NoAnswerError, match="a:0: it does not know"):
                 hub.ask("a:0", {"ask": "stacks"}, 10)
             with pytest.raises(NoAnswerError, match="c:0 has not called init_rpc"):
@@ -231,7 +247,8 @@ def test_a_worker_of_another_machine_is_started_again_by_its_agent(
     (home / "other").mkdir()
     second = JobWatch("j", 1, values, policy)
     try:
-        with answering(second.path, "trainer:0", {"facts": FACTS, "stacks": "in train()"}):
+        told = {"facts": {"progress": {**FACTS["progress"], "age": 9.0}}, "stacks": "in train()"}
+        with answering(second.path, "trainer:0", told):
             first.update(_seen("ps:0", os.getpid()))
             second.update(_seen("trainer:0", os.getpid()))
             until(lambda: second.to_restart() == {("trainer:0", 1)}, 60, 0.1)

@@ -89,7 +89,7 @@ def test_each_kind_of_standstill_is_named_and_slow_phases_are_not(work: Job) -> 
                str(work.folder), XDG_RUNTIME_DIR=runtime)  # fmt: skip
     let_go_on(work, 17)
     until(lambda: all(text in work.said for text in WANTED), 200, 0.2)
-    assert "stacks of loads:0" in work.said
+    until(lambda: "stacks of loads:0" in work.said, SECONDS, 0.1)
     keep_picture(work)
     told = [line for line in work.said.splitlines() if "no progress for" in line]
     assert any("trainers:1" in line and "cluster.finish()" in line for line in told)
