@@ -25,7 +25,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from rpc.group.etcd_watch import EtcdWatch
 from rpc.group.own_store import OwnStore
-from rpc.group.store_watch import StoreWatch
+from rpc.group.store_watch import SECONDS_BETWEEN_READS, StoreWatch
 from rpc.group.tcp_store import StoreLostError
 
 SCHEME: Final = "etcd"
@@ -231,14 +231,18 @@ class EtcdStoreClient(OwnStore):
         Raises:
             TimeoutError: the time is over.
         """
+        if self.check(keys):
+            return
         seconds = self._seconds if timeout is None else timeout.total_seconds()
-        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
-        while not self.check(keys):
-            left = min(deadline, self.until) - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"{list(keys)} were not there within {seconds:g} s")
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        deadline, pause, changed = time.monotonic() + seconds, _FIRST_PAUSE, threading.Event()
+        with contextlib.closing(self.watch(keys, changed.set)) as watch:
+            while not self.check(keys):
+                left = min(deadline, self.until) - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"{list(keys)} were not there within {seconds:g} s")
+                changed.wait(min(left, SECONDS_BETWEEN_READS if watch.stands else pause))
+                changed.clear()  # before the keys are read, so that nothing later is missed
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def watch(self, keys: Sequence[str], told: Callable[[], None]) -> StoreWatch:
         """See ``OwnStore.watch``; a connection of its own for each."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 
 import pytest
 
@@ -12,11 +13,14 @@ import rpc
 from rpc.group.etcd_store import EtcdLostError, EtcdPlace, EtcdStoreClient, members_of
 from rpc.group.opening import open_store
 from rpc.group.signed_store import SignedStore
+from rpc.group.store_watch import StoreWatch, ToldWatch
 from tests.etcd import ETCD, SECONDS, EtcdCluster, etcd_cluster
 from tests.free_ports import free_port
 from tests.waiting import until
 
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="needs etcd (Debian's etcd-server)")
+
+needs_client = pytest.mark.skipif(find_spec("etcd3gw") is None, reason="needs tensorwire[etcd]")
 
 
 @pytest.fixture
@@ -42,8 +46,8 @@ def test_an_endpoint_that_names_no_member_is_refused(text: str) -> None:
         members_of(text, f"--rdzv-endpoint={text}")
 
 
+@needs_client
 def test_nobody_at_the_address_is_an_error_that_names_it() -> None:
-    pytest.importorskip("etcd3gw", reason="needs tensorwire[etcd]")
     port = free_port()
     with pytest.raises(rpc.BringUpError, match=rf"no member of etcd at 127.0.0.1:{port} answered"):
         open_store(f"etcd://127.0.0.1:{port}?job=j", 0, None, 1.0)
@@ -51,13 +55,70 @@ def test_nobody_at_the_address_is_an_error_that_names_it() -> None:
         open_store(f"etcd://127.0.0.1:{port}?job=j", -1, None, 1.0)
 
 
+class _ToldStore(EtcdStoreClient):
+    """A store without etcd: each key is there once a watch has been told of it so many times."""
+
+    def __init__(self, changes: int) -> None:
+        super().__init__(EtcdPlace((("127.0.0.1", free_port()),), "j"), SECONDS)
+        self._left, self.reads = changes, 0
+        self.watches: list[_Told] = []
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self.reads += 1
+        return self._left == 0
+
+    def watch(self, keys: Sequence[str], told: Callable[[], None]) -> StoreWatch:
+        self.watches.append(_Told(told, self._change))
+        return self.watches[-1]
+
+    def _change(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+
+class _Told(ToldWatch):
+    """A watch that stands, and has a change each time whoever waits is about to rest."""
+
+    def __init__(self, told: Callable[[], None], change: Callable[[], bool]) -> None:
+        super().__init__(told)
+        self._change, self.closed = change, False
+
+    @property
+    def stands(self) -> bool:
+        if self._change():
+            self.tell()
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@needs_client
+def test_who_waits_for_a_key_reads_it_when_a_watch_is_told_of_a_change() -> None:
+    store = _ToldStore(changes=3)
+    store.wait(["late"])
+    assert store.reads == 2 + 3  # before there is a watch, as it stands, and after each change
+    assert [watch.closed for watch in store.watches] == [True]
+
+
+@needs_client
+def test_a_key_that_is_there_is_not_watched_and_one_that_never_comes_ends_the_wait() -> None:
+    store = _ToldStore(changes=0)
+    store.wait(["there"])
+    assert (store.reads, store.watches) == (1, [])
+    store = _ToldStore(changes=10**9)
+    with pytest.raises(TimeoutError, match=r"\['absent'\] were not there within 0.05 s"):
+        store.wait(["absent"], timedelta(seconds=0.05))
+    assert [watch.closed for watch in store.watches] == [True]
+
+
 @needs_etcd
+@needs_client
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_group_uses_etcd_as_any_store_and_a_killed_member_changes_nothing(
     cluster: EtcdCluster,
 ) -> None:
-    pytest.importorskip("etcd3gw", reason="needs tensorwire[etcd]")
     store, other = _client(cluster), _client(cluster)
     assert store.compare_set("a", "", "1") == b"1"
     assert other.compare_set("a", "", "2") == b"1"
