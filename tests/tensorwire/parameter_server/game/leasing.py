@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.parameter_server.decisions.consistency import Async
@@ -66,16 +67,25 @@ class Leasing:
 
     def _ask(self) -> None:
         trainer, at = self._trainer, self._place()
-        assert trainer.view is not None
-        shard = trainer.view.shard(trainer.view.active[0])
         self._asked += 1
         asked = LeaseAsked(
             trainer.number, SAMPLER, self._asked, 0, self._game.plan.batches, trainer.next,
             self._deal == _UNKNOWN,
         )  # fmt: skip
 
+        self._send(asked, at)
+
+    def _send(self, asked: LeaseAsked, at: tuple[int, int]) -> None:
+        """Asks whoever gives leases by now; under the same number until there is an answer."""
+        trainer = self._trainer
+        assert trainer.view is not None
+        shard = trainer.view.shard(trainer.view.active[0])
+
+        def is_open() -> bool:
+            return at == self._place() and trainer.phase == "work" and asked.number == self._asked
+
         def answered(answer: Any) -> None:
-            if at != self._place() or trainer.phase != "work" or asked.number != self._asked:
+            if not is_open():
                 return
             if isinstance(answer, Leased):
                 self._take(asked, answer)
@@ -84,11 +94,8 @@ class Leasing:
 
         def again() -> None:
             trainer.look()
-            if at == self._place() and trainer.phase == "work" and asked.number == self._asked:
-                if self._game.random.random() < 0.5 and shard is not None and shard.chain:
-                    trainer.call(shard.head, ("lease", shard.number, asked), answered)
-                else:
-                    self._ask()
+            if is_open():
+                self._send(asked, at)
 
         if shard is None or not shard.chain:
             self._game.later(trainer, again)
@@ -112,12 +119,12 @@ class Leasing:
         elif self._batches:
             self.train()
         elif not is_behind or isinstance(self._game.plan.consistency, Async):
-            self._game.later(self._trainer, self._wait)
+            self._game.later(self._trainer, partial(self._wait, self._place()))
         else:
             self._push(PushKind.SKIP, None)
 
-    def _wait(self) -> None:
+    def _wait(self, at: tuple[int, int]) -> None:
         """Others train what is left."""
         self._trainer.look()
-        if self._trainer.phase == "work" and self._trainer.wanted is None and not self._batches:
+        if self._trainer.phase == "work" and at == self._place():
             self._ask()

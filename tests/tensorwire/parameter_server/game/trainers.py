@@ -116,12 +116,16 @@ class TrainerProcess(Process):
         start = min(known, default=snapshot.time)
         self.next = snapshot.counts.get(self.number, start)
         self.left = self.game.plan.steps
-        self.phase = "work"
+        has_counted = not self.game.plan.batches or self.phase not in ("start", "count")
+        self.phase = "work" if has_counted else "count"
         self.wanted = None
         self.waiting = set()
         self.deals_known, self.deals_heard = -1, 0
         self.leasing.forget()
-        self.pull()
+        if has_counted:
+            self.pull()
+        else:
+            self.act()
 
     # --- what it does
 
@@ -175,11 +179,12 @@ class TrainerProcess(Process):
 
     def ask_count(self) -> None:
         """Where does it begin? Any shard can tell."""
+        if self.phase != "start":
+            return  # the cluster went back to where it begins
         start = self.game.rules.start_of(self)
         if start is None:
             self.look()
-            if self.phase == "start":
-                self.game.later(self, self.ask_count)
+            self.game.later(self, self.ask_count)
             return
         self.next = self.start = start
         self.generation = self.game.view.generation
