@@ -198,7 +198,9 @@ class Replica:
     # --- the chain
 
     def rechained(self, shard: Shard) -> list[Effect]:
-        """The chain is another; this server is in it."""
+        """The chain is another; this server is in it. Says nothing if a later one is known."""
+        if shard.version < self.version:
+            return []
         was_head, self.is_head = self.is_head, shard.head == self.me
         effects: list[Effect] = []
         if shard.chain[-1] != self.me:

@@ -14,7 +14,7 @@ from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Final
 
-from tensorwire.parameter_server.decisions import lives, orders, views
+from tensorwire.parameter_server.decisions import lives, orders, shares, views
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
 from tensorwire.parameter_server.decisions.pushes import Push, Reached
 from tensorwire.parameter_server.decisions.records import (
@@ -174,10 +174,11 @@ class Node:
         self._versions = {each.number: each.version for each in view.shards}
         self._was_named |= views.names(view, self.me)
         self._term = max(self._term, view.term)
-        mine = {s.number: s for s in view.shards if self.me in s.chain}
-        for number in [n for n in self.shards if n not in mine]:
-            if view.shard(number) is None or number not in self._joining:
-                self._drop(number)
+        kept = {number: shard.replica.version for number, shard in self.shards.items()}
+        for number in shares.given_up(view, self.me, kept, self._joining):
+            self._drop(number)
+        mine = shares.of(view, self.me)
+        self._joining -= mine.keys()
         for number, shard in mine.items():
             if number not in self.shards:
                 self._make(number)

@@ -64,6 +64,16 @@ def test_an_account_of_samples_is_told_by_the_head_once_it_is_safe() -> None:
     assert it.counted("a", "late") == [Respond("late", NotHead())]
 
 
+def test_a_copy_is_no_head_as_an_earlier_view_says_that_its_server_was_one() -> None:
+    """That view came late; the shard has another head by now, which made the copy."""
+    me, head = Server("ps0", 0), Server("ps1", 0)
+    it = Replica(me, 0, Async(), position=7, version=4)
+    assert it.rechained(Shard(0, (me,), 2)) == []
+    assert not it.is_head
+    it.rechained(Shard(0, (me, head), 5))
+    assert it.is_head
+
+
 def test_a_backup_counts_only_when_it_has_what_was_acknowledged_while_it_was_made() -> None:
     me, heir = Server("ps0", 0), Server("ps1", 0)
     it = Replica(me, 0, Async())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions import orders, shares, views
 from tensorwire.parameter_server.decisions.coordination import Coordinator
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
 from tensorwire.parameter_server.decisions.pushes import Apply, Reached, Refusal, Taken
@@ -131,12 +131,12 @@ class ServerProcess(Process):
         self.view = view
         self.was_named |= views.names(view, self.life)
         self.term = max(self.term, view.term)
-        mine = {s.number: s for s in view.shards if self.life in s.chain}
-        for number in [n for n in self.replicas if n not in mine]:
-            if any(s.number == number for s in view.shards) and number in self.joining:
-                continue
+        kept = {number: replica.version for number, replica in self.replicas.items()}
+        for number in shares.given_up(view, self.life, kept, self.joining):
             self.carry_out(number, self.replicas[number].deposed())
             del self.replicas[number], self.states[number]
+        mine = shares.of(view, self.life)
+        self.joining -= mine.keys()
         for number, shard in mine.items():
             if number not in self.replicas:
                 self.make(number)
