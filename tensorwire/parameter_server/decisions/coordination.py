@@ -44,6 +44,7 @@ from tensorwire.parameter_server.decisions.views import (
 
 _CHANGES_PER_TERM: Final = 1 << 20
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
+_HAS_LEFT: Final = "this trainer has left the cluster"
 
 
 class Coordinator(Publishing):
@@ -135,6 +136,8 @@ class Coordinator(Publishing):
             return [Fail(request, "")]
         if self.view.broken:
             return [Fail(request, self.view.broken)]
+        if isinstance(what, orders.Announce | orders.CountSamples):
+            self._repeatable.add(request)
         if isinstance(what, orders.Join):
             self._ask_to_join(request, what)
         elif isinstance(what, orders.Leave):
@@ -270,7 +273,7 @@ class Coordinator(Publishing):
 
     def _ask_to_join(self, request: int, join: orders.Join) -> None:
         if join.client in self._gone:  # an echo of a request that was answered long ago
-            self._effects.append(Fail(request, "this trainer has left the cluster"))
+            self._effects.append(Fail(request, _HAS_LEFT))
             return
         known = self.view.trainer(join.client)
         self._arrivals.setdefault(join.client, []).append(request)
@@ -327,6 +330,9 @@ class Coordinator(Publishing):
         left = {t.client for t in before if t.number == what.trainer}
         self._gone |= left
         self._certainly_gone |= left
+        for client in left:
+            for echo in self._arrivals.pop(client, ()):  # it would join, and leave, for ever
+                self._effects.append(Fail(echo, _HAS_LEFT))
         yield from self._settle(what.trainer)
         self._effects.append(Reply(request, None))
 

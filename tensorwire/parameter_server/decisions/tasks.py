@@ -257,6 +257,8 @@ class Tasks:
         self._tasks: list[_Task] = []
         self._change: _Task | None = None
         self._queue: deque[tuple[Callable[[], Steps], int | None]] = deque()
+        self._repeatable: set[int] = set()
+        """Requests that may be made again if they are given up, with the same result."""
         self._resigned = False
 
     # --- events
@@ -340,6 +342,8 @@ class Tasks:
             self._tasks.remove(task)
         if self._change is task:
             self._change = None
+        if task.request is not None:
+            self._repeatable.discard(task.request)
 
     def _wait(self, task: _Task, wait: Wait) -> None:
         if isinstance(wait, Edit):
@@ -474,10 +478,15 @@ class Tasks:
         return [*effects, Resign()]
 
     def _cancel_all(self, reason: str) -> None:
-        """All tasks end, as the cluster goes back to where none of them was begun."""
+        """All tasks end, as the cluster goes back to where none of them was begun.
+
+        Whoever asked for one hears the reason, unless it had better be asked for again.
+        """
         for task in self._tasks:
             if task.request is not None:
-                self._effects.append(Fail(task.request, reason))
+                is_repeatable = task.request in self._repeatable
+                self._effects.append(Fail(task.request, "" if is_repeatable else reason))
+                self._repeatable.discard(task.request)
         self._tasks, self._asks, self._polls, self._change = [], {}, [], None
         self._edits = deque(list(self._edits)[:1]) if self._storing else deque()
 

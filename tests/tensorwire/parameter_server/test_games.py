@@ -13,3 +13,16 @@ _SEEDS_EACH = 15
 def test_every_rule_holds_whatever_happens_in_which_order(chunk: int) -> None:
     for seed in range(chunk * _SEEDS_EACH, (chunk + 1) * _SEEDS_EACH):
         check_game(seed)
+
+
+_SEEDS_THAT_BROKE = {
+    "a server came back and asked others, of whose end it had not heard": (4063, 10221),
+    "a server was sent a copy, and then views that are older": (13542,),
+    "an echo of a request to join came while its trainer left": (1957,),
+}
+
+
+@pytest.mark.parametrize("seeds", _SEEDS_THAT_BROKE.values(), ids=_SEEDS_THAT_BROKE)
+def test_what_broke_a_game_once_breaks_none(seeds: tuple[int, ...]) -> None:
+    for seed in seeds:
+        check_game(seed)

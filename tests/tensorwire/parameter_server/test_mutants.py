@@ -235,11 +235,11 @@ _MUTANTS: list[Mutate] = [
 
 _RARE = {
     _gives_up_others_without_votes: 850,
-    _passes_cuts_before_its_rows_are_here: 970,
+    _passes_cuts_before_its_rows_are_here: 40,
     _forgets_what_lies_at_shards_that_are_no_more: 1100,
     _takes_steps_that_others_may_lack: 1320,
     _takes_pushes_of_an_old_map: 770,
-    _gives_up_cuts_of_a_lost_coordinator: 60,
+    _gives_up_cuts_of_a_lost_coordinator: 1580,
     _takes_lives_for_lost_of_which_it_has_not_heard: 310,
 }
 """The seed to begin with for what few games find."""

@@ -10,15 +10,17 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions import beginnings, orders, views
 from tensorwire.parameter_server.decisions.coordination import Coordinator
 from tensorwire.parameter_server.decisions.pushes import Status
+from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.tasks import (
     Alarm,
     Ask,
     Effect,
     Examine,
     Examined,
+    Fail,
     Store,
     Tell,
 )
@@ -45,11 +47,15 @@ class Played:
         me: the server that coordinates.
         view: the view in which it begins.
         lost: servers of the view that it takes for lost.
+
+    Attributes:
+        failed: by request that was not granted, the reason.
     """
 
     def __init__(self, me: Server, view: View, lost: tuple[Server, ...] = ()) -> None:
         self.view = view
         self.polls: list[Ask] = []
+        self.failed: dict[int, str] = {}
         living = set(view.servers) - set(lost)
         here = [each.number for each in view.trainers]
         self.coordinator = Coordinator(me, view, living, (), here)
@@ -73,6 +79,8 @@ class Played:
                 queue.extend(self.coordinator.rang())
             elif isinstance(effect, Ask):
                 self.polls.append(effect)
+            elif isinstance(effect, Fail):
+                self.failed[effect.request] = effect.reason
 
     def answer(self, order: orders.Order) -> Any:
         """The answer of a shard."""
@@ -160,3 +168,46 @@ def test_a_later_life_of_a_server_ends_the_one_before_of_whose_end_nobody_told()
     played.vote(PS2, PS1)
     assert PS1 not in views.servers_of(played.view)
     assert Server("ps1", 1) in played.view.servers
+
+
+def test_what_can_be_asked_again_is_not_refused_as_the_cluster_goes_back() -> None:
+    """A program would end with an error, only as it named its sampler at a bad moment."""
+    requests: list[orders.Request] = [
+        orders.CountSamples("a", "text"),
+        orders.Announce("table", "text"),
+        orders.TakeSnapshot("folder", "draft"),
+    ]
+    for request in requests:
+        played = Played(PS0, view(3, trainers=(TRAINER,)))
+        for effect in played.coordinator.asked(1, request):
+            if isinstance(effect, Store):  # what follows from it, nobody does
+                played.coordinator.stored(effect.view, True)
+        played.view = played.coordinator.view
+        played.do(played.coordinator.server_lost(PS1, is_proven=True))
+        played.vote(PS2, PS1)
+        assert played.view.generation == 1
+        is_repeatable = not isinstance(request, orders.TakeSnapshot)
+        why = "" if is_repeatable else "the cluster went back to its last snapshot"
+        assert played.failed == {1: why}
+
+
+def test_an_echo_of_a_request_to_join_ends_when_the_trainer_leaves() -> None:
+    """It would join and be dismissed for ever, as nobody is left who could be told its number."""
+    played = Played(PS0, view(2, "Async", (TRAINER,)))
+    held = played.coordinator.asked(1, orders.TakeSnapshot("folder", "draft"))
+    played.do(played.coordinator.asked(2, orders.Join(TRAINER.client)))
+    assert played.failed == {}
+    played.do(played.coordinator.asked(3, orders.Leave(TRAINER.number, 0, 0, 0)))
+    assert played.failed == {2: "this trainer has left the cluster"}
+    played.do(held)
+    assert played.view.joined == 1
+
+
+def test_samples_are_counted_from_the_start_in_a_snapshot_that_knows_none_of_them() -> None:
+    """Trainers go on after the cluster went back, and do not name their samplers again."""
+    played = Played(PS0, view(3, "Async", (TRAINER,)))
+    played.do(played.coordinator.asked(1, orders.CountSamples("a", "text")))
+    played.do(played.coordinator.server_lost(PS1, is_proven=True))
+    played.vote(PS2, PS1)
+    assert played.view.generation == 1
+    assert beginnings.beginning(played.view).accounts == {"a": Account()}

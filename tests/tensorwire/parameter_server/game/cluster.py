@@ -307,12 +307,12 @@ class Game:
             if other is not process:
                 self.tasks.append((other.life, lambda o=other: self.tell_lost(o, process.life)))
 
-    def restart(self, name: str) -> None:
-        process = self.start_server(name)
+    def announce(self, process: ServerProcess) -> None:
+        """A server that came looks for the view, and tells the coordinator that it is there."""
 
         def confirmed(view: View) -> None:
             process.see(view)
-            self.admin.arrive(process.life)
+            self.admin.arrive(process)
 
         if self.plan.stranger:
             self.later(process, lambda: process.confirm(confirmed))
@@ -368,7 +368,7 @@ class Game:
             and Server(name, self.lives[name] - 1) in self.dead
         ]  # fmt: skip
         if gone:
-            self.restart(self.random.choice(gone))
+            self.announce(self.start_server(self.random.choice(gone)))
 
     def is_healthy(self, process: Process) -> bool:
         """False if the others take it for lost."""
@@ -403,7 +403,8 @@ class Game:
     def drain(self) -> None:
         """Plays on until nothing is under way and the view names only the living.
 
-        A server that was taken for lost has found that out by now, and has left.
+        A server that was taken for lost has found that out by now, and has left. Servers come
+        back meanwhile: one that came alone may ask others, of whose end it never hears.
         """
         for process in [*self.servers, *self.trainers]:
             if process.asleep:
@@ -413,12 +414,15 @@ class Game:
         for _ in range(PATIENCE):
             self.now += SECONDS_PER_TURN
             choices = len(self.network) + len(self.tasks)
+            if self.random.random() < 0.01:
+                self.restart_one()
             if choices:
                 self.one(self.random.randrange(choices))
             elif self.view.broken or self.is_whole():
                 return
             else:
                 self.idle()
+        raise Broken(f"it is never quiet: {self.plan}; {self.describe()}")
 
     def is_whole(self) -> bool:
         heads = [shard.head for shard in self.view.shards if shard.chain]
@@ -518,12 +522,13 @@ class Admin(Process):
     def resize(self, servers: list[Server]) -> None:
         self.ask(orders.Resize(tuple(servers)), again=False)
 
-    def arrive(self, server: Server) -> None:
-        if server in self.game.living and not self.game.over() and not self.game.view.broken:
+    def arrive(self, process: ServerProcess) -> None:
+        is_there = process.life in self.game.living
+        if is_there and not self.game.over() and not self.game.view.broken:
 
             def answered(answer: Any) -> None:
                 if not isinstance(answer, Reply):
-                    self.game.later(self, lambda: self.arrive(server))
+                    self.game.later(self, lambda: self.game.announce(process))
 
-            what = ("request", orders.Arrive(server))
+            what = ("request", orders.Arrive(process.life))
             self.call(self.game.view.coordinator, what, answered)
