@@ -215,8 +215,8 @@ class Publishing:
             raise errors.SnapshotError(f"the last version was not published: {error}") from error
 
     def stop(self) -> None:
-        """Ends it, once the version that is being written is on disk. Servers go on noting what
-        changes, which takes two bytes a row."""
+        """Ends it, once the version that is being written is on disk. From then on servers do not
+        note what changes; nor do they if this worker is lost."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -237,20 +237,35 @@ class Publishing:
 
     def _run(self) -> None:
         with self._writer:
-            while self._wait_until_due():
-                error: Exception | None = None
-                try:
-                    self._take()
-                except Exception as failed:  # whatever it is, the next one may be published
-                    error = failed
-                    _logger.warning(
-                        "a version was not published into %s; the next one holds what it should "
-                        "have: %s: %s", self.folder, type(failed).__name__, failed,
-                    )  # fmt: skip
-                with self._changed:
-                    self._error, self._ended = error, self._begun
-                    self._is_stopping |= self._cluster.session.is_closed
-                    self._changed.notify_all()
+            self._publish_until_stopped()
+            if not self._cluster.session.is_closed:
+                self._end_marks()
+
+    def _end_marks(self) -> None:
+        """Tells the servers that no more versions follow."""
+        try:
+            self._ask(orders.EndPublishing(self._chain), "all trainers to be at one step")
+        except errors.ParameterServerError as error:
+            _logger.warning(
+                "nothing is published into %s any more, but servers go on noting what changes: %s",
+                self.folder, error,
+            )  # fmt: skip
+
+    def _publish_until_stopped(self) -> None:
+        while self._wait_until_due():
+            error: Exception | None = None
+            try:
+                self._take()
+            except Exception as failed:  # whatever it is, the next one may be published
+                error = failed
+                _logger.warning(
+                    "a version was not published into %s; the next one holds what it should "
+                    "have: %s: %s", self.folder, type(failed).__name__, failed,
+                )  # fmt: skip
+            with self._changed:
+                self._error, self._ended = error, self._begun
+                self._is_stopping |= self._cluster.session.is_closed
+                self._changed.notify_all()
 
     def _wait_until_due(self) -> bool:
         """False if there will be no more."""

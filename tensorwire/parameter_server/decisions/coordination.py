@@ -128,7 +128,7 @@ class Coordinator(Publishing):
                 trainer = self.view.trainer(client)
                 if trainer is not None:
                     self._dismiss_soon(trainer.number)
-        return self._flush()
+        return self.publisher_lost(name, incarnation)
 
     def asked(self, request: int, what: orders.Request) -> list[Effect]:
         """Somebody wants something."""
@@ -153,6 +153,8 @@ class Coordinator(Publishing):
             self._line_up(lambda: self._take_version(request, what), request)
         elif isinstance(what, orders.Commit):
             self._begin(self._publish(request, what), request=request)
+        elif isinstance(what, orders.EndPublishing):
+            self._line_up(lambda: self._stop_publishing(request, what), request)
         elif isinstance(what, orders.CountSamples):
             self._line_up(lambda: self._count_samples(request, what), request)
         else:

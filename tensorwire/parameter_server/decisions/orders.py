@@ -172,6 +172,17 @@ class Freeze:
 
 
 @dataclass(frozen=True, slots=True)
+class EndMarks:
+    """Note no longer which rows change; nobody publishes them.
+
+    Args:
+        chain: of versions, for which they were noted; nothing is to be done if it is another now.
+    """
+
+    chain: str
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """Send rows where this map wants them."""
 
@@ -350,6 +361,17 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class EndPublishing:
+    """No more versions of a chain follow: shards need not note what changes. Answered with None.
+
+    Args:
+        chain: names it, see ``Version``.
+    """
+
+    chain: str
+
+
+@dataclass(frozen=True, slots=True)
 class Resize:
     """These servers shall keep the state."""
 
@@ -364,5 +386,6 @@ class Arrive:
 
 
 Request = (
-    Join | Leave | Announce | CountSamples | TakeSnapshot | TakeVersion | Commit | Resize | Arrive
-)
+    Join | Leave | Announce | CountSamples | TakeSnapshot | TakeVersion | Commit | EndPublishing
+    | Resize | Arrive
+)  # fmt: skip

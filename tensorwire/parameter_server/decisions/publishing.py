@@ -16,6 +16,7 @@ from tensorwire.parameter_server.decisions.pushes import Reached
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
     Edit,
+    Effect,
     Fail,
     Others,
     Reply,
@@ -23,7 +24,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Tasks,
     Wait,
 )
-from tensorwire.parameter_server.decisions.views import KEPT, Client, View
+from tensorwire.parameter_server.decisions.views import KEPT, Publisher, View
 
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
 _DECLARED: Final = "a table was declared while the version was written"
@@ -31,8 +32,6 @@ _DECLARED: Final = "a table was declared while the version was written"
 
 class Publishing(Tasks):
     """The part of a coordinator that publishes versions."""
-
-    _publisher: tuple[Client, str] | None = None
 
     def _cut(
         self, joins: Collection[int] = (), action: Any = None, samplers: tuple[str, ...] = ()
@@ -45,6 +44,9 @@ class Publishing(Tasks):
         if other:
             self._effects.append(Fail(request, other))
             return
+        folder = what.draft.rpartition("/")[0]
+        publisher = Publisher(what.asker, folder, what.version.chain)
+        yield Edit(lambda view: views.with_publisher(view, publisher))
         generation, kept = self.view.generation, _undeclared(self.view)
         since = what.since
         if since is not None and (since.generation, since.kept) != (generation, kept):
@@ -55,8 +57,8 @@ class Publishing(Tasks):
         cut = reached.cut
         shards = [shard.number for shard in self.view.shards]
         yield Others()
-        folder = f"{what.draft}/{cut.change}"
-        answers = yield AskAll({shard: orders.Write(cut.change, folder) for shard in shards})
+        draft = f"{what.draft}/{cut.change}"
+        answers = yield AskAll({shard: orders.Write(cut.change, draft) for shard in shards})
         parts = [answers.get(shard) for shard in shards]
         if any(isinstance(part, orders.Unmarked) for part in parts):
             self._effects.append(Reply(request, None))
@@ -72,17 +74,42 @@ class Publishing(Tasks):
         written = tuple(part for part in parts if isinstance(part, orders.Written))
         at = orders.CutOfVersion(cut.change, cut.vector, cut.time, left, reached.accounts)
         self._effects.append(
-            Reply(request, orders.VersionTaken(folder, at, orders.Since(generation, kept), written))
+            Reply(request, orders.VersionTaken(draft, at, orders.Since(generation, kept), written))
         )
 
     def _other_publisher(self, what: orders.TakeVersion) -> str:
         """The reason for which this trainer may not publish; empty if it may."""
-        if self._publisher is not None and self._publisher[0] != what.asker:
-            client, folder = self._publisher
-            if self.view.trainer(client) is not None:
-                return f"trainer {client.name!r} publishes this cluster already, into {folder!r}"
-        self._publisher = (what.asker, what.draft.rpartition("/")[0])
-        return ""
+        known = self.view.publisher
+        if known is None or known.client == what.asker or self.view.trainer(known.client) is None:
+            return ""
+        name, folder = known.client.name, known.folder
+        if name == what.asker.name and known.client.incarnation < what.asker.incarnation:
+            return ""  # its former life, of whose end nobody has heard yet
+        return f"trainer {name!r} publishes this cluster already, into {folder!r}"
+
+    def publisher_lost(self, name: str, incarnation: int) -> list[Effect]:
+        """A worker is gone, and may have published, or be about to: its request may be in line."""
+        self._line_up(lambda: self._end_publishing_of(name, incarnation))
+        return self._flush()
+
+    def _end_publishing_of(self, name: str, incarnation: int) -> Steps:
+        publisher = self.view.publisher
+        if publisher is not None:
+            client = publisher.client
+            if (client.name, client.incarnation) == (name, incarnation):
+                yield from self._end_publishing(publisher.chain)
+
+    def _stop_publishing(self, request: int, what: orders.EndPublishing) -> Steps:
+        """No more versions of a chain follow."""
+        yield from self._end_publishing(what.chain)
+        self._effects.append(Reply(request, None))
+
+    def _end_publishing(self, chain: str) -> Steps:
+        """Has shards note no longer what changes, unless it is noted for another chain by now."""
+        publisher = self.view.publisher
+        if publisher is not None and publisher.chain == chain:
+            yield from self._cut(action=orders.EndMarks(chain))
+            yield Edit(lambda view: views.with_publisher(view, None))
 
     def _publish(self, request: int, what: orders.Commit) -> Steps:
         """A version is whole, so that shards may forget, and the cluster can go back to it."""

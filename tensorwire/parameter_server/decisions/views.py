@@ -170,6 +170,32 @@ class Older:
 
 
 @dataclass(frozen=True, slots=True)
+class Publisher:
+    """Somebody who publishes versions, for whom shards note what changes.
+
+    Args:
+        client: who it is.
+        folder: of the chain of versions.
+        chain: names the chain; whoever begins to publish gives it another name.
+    """
+
+    client: Client
+    folder: str
+    chain: str
+
+    def encode(self) -> list[Any]:
+        """As a value of JSON."""
+        who = self.client
+        return [who.name, who.incarnation, who.session, self.folder, self.chain]
+
+    @classmethod
+    def decode(cls, value: list[Any]) -> Publisher:
+        """The inverse of :meth:`encode`."""
+        *client, folder, chain = value
+        return cls(Client(*client), folder, chain)
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """The layout of a cluster.
 
@@ -194,6 +220,7 @@ class View:
         left: trainers that have left since the last snapshot.
         undone: by name of trainers that had left, pushes that the last roll-back undid.
         samplers: by name of a sampler whose samples are counted, what it is, as text.
+        publisher: who publishes versions; None if nobody does.
     """
 
     number: int
@@ -216,6 +243,7 @@ class View:
     undone: Mapping[str, int] = field(default_factory=dict)
     older: tuple[Older, ...] = ()
     samplers: Mapping[str, str] = field(default_factory=dict)
+    publisher: Publisher | None = None
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
@@ -277,6 +305,7 @@ class View:
                     for each in self.older
                 ],
                 "samplers": dict(self.samplers),
+                "publisher": self.publisher.encode() if self.publisher else None,
             }
         )
 
@@ -297,6 +326,8 @@ class View:
             Trainer(number, Client(*client)) for number, *client in fields["trainers"]
         )
         fields["left"] = tuple(Left(*each) for each in fields["left"])
+        if fields["publisher"] is not None:
+            fields["publisher"] = Publisher.decode(fields["publisher"])
         fields["older"] = tuple(
             Older(Snapshot.decode(snapshot), tuple(Left(*each) for each in left))
             for snapshot, left in fields["older"]
@@ -431,6 +462,13 @@ def with_sampler(view: View, name: str, text: str) -> View:
     if name in view.samplers:
         return view
     return replace(view, number=view.number + 1, samplers={**view.samplers, name: text})
+
+
+def with_publisher(view: View, publisher: Publisher | None) -> View:
+    """Somebody publishes versions, or nobody does any more."""
+    if view.publisher == publisher:
+        return view
+    return replace(view, number=view.number + 1, publisher=publisher)
 
 
 def without_trainers(view: View, numbers: Collection[int]) -> View:
@@ -596,4 +634,5 @@ def rolled_back(view: View, servers: Sequence[Server]) -> View:
         made=view.made + len(shards),
         left=(),
         undone=dict(undone),
+        publisher=None,
     )

@@ -86,6 +86,9 @@ class Coordinating:
             over = [each for each in named if self._node.lives.is_proven_over(each)]
             self._coordinator = Coordinator(self._node.me, view, living, over, here)
             self._do(self._coordinator.start())
+            if view.publisher is not None and not self._lives(view.publisher.client):
+                client = view.publisher.client
+                self._do(self._coordinator.publisher_lost(client.name, client.incarnation))
             for server in sorted(self._role_members(view) - set(view.servers)):
                 self._arrived(server)
 

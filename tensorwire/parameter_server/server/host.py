@@ -275,6 +275,7 @@ def _described(shard: Any) -> dict[str, Any]:
             "time": replica.clock.time,
             "low": replica.clock.low,
             "bytes": state.bytes,
+            "notes_changes": bool(state.chain),
             "tables": {
                 name: {
                     "rows": len(table),

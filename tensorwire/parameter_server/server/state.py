@@ -255,6 +255,8 @@ class ShardState:
             assert cut.epoch is not None
             targets = [shard for shard in cut.awaited if shard != self.shard]
             self._move(cut.action.slots, targets, cut.epoch, reached.accounts)
+        elif isinstance(cut.action, orders.EndMarks) and cut.action.chain == self.chain:
+            self._end_marks()
 
     def freeze(self) -> FrozenShard:
         """The shard as it is now."""
@@ -287,6 +289,11 @@ class ShardState:
         self.chain = chain
         for table in self.tables.values():
             table.begin_changes()
+
+    def _end_marks(self) -> None:
+        self.chain, self._version = "", -1
+        for table in self.tables.values():
+            table.end_changes()
 
     def _publish(self, change: int) -> None:
         """A version is whole; nothing of it need be written again, if it was the last."""

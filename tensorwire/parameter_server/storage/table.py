@@ -64,11 +64,16 @@ class Rows:
         self.columns = columns
 
     def followed_by(self, others: Sequence[Rows]) -> Rows:
-        """These rows and others of the same table."""
+        """These rows and others of the same table, with the columns that all have.
+
+        Marks of changes are missing from rows that were copied while nobody published.
+        """
         every = [self, *others]
         ids = np.concatenate([each.ids for each in every])
         columns = {
-            name: np.concatenate([each.columns[name] for each in every]) for name in self.columns
+            name: np.concatenate([each.columns[name] for each in every])
+            for name in self.columns
+            if all(name in each.columns for each in others)
         }
         return Rows(ids, columns)
 
@@ -423,6 +428,10 @@ class Table:
     def begin_changes(self) -> None:
         """From now on notes what changes, beginning with nothing."""
         self.changes = Changes()
+
+    def end_changes(self) -> None:
+        """Notes no longer what changes, and frees the memory of what was noted."""
+        self.changes = None
 
     def take_gone(self, slots: Bools) -> Gone | None:
         """Evicted ids in marked slots, which were to be published; they are no more here."""

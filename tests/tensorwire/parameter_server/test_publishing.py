@@ -112,6 +112,62 @@ def test_versions_are_due_by_steps_and_hold_what_was_pushed(tmp_path: Path) -> N
         ps.read(tmp_path, "items", "state.sum")
 
 
+def _shards(cluster: ps.Cluster) -> list[Any]:
+    servers = cluster.stats()["servers"].values()
+    return [shard for server in servers for shard in server["shards"].values()]
+
+
+def _bytes(cluster: ps.Cluster) -> int:
+    return sum(each["bytes"] for each in _shards(cluster))
+
+
+def _notes_changes(cluster: ps.Cluster) -> bool:
+    return any(each["notes_changes"] for each in _shards(cluster))
+
+
+def test_servers_note_no_changes_once_nobody_publishes(tmp_path: Path) -> None:
+    def go() -> None:
+        cluster = ps.connect(["ps0", "ps1"])
+        items = cluster.table("items", 4, ps.SGD(lr=1.0))
+        items.push(_IDS, torch.ones(30, 4))
+        before = _bytes(cluster)
+        published = cluster.publish(tmp_path, ps.Steps(1))
+        published.wait()
+        assert _bytes(cluster) == before + 2 * len(_IDS)
+        published.stop()
+        assert _bytes(cluster) == before
+        items.push(_IDS, torch.ones(30, 4))
+        again = cluster.publish(tmp_path, ps.Steps(1))
+        again.wait()
+        items.push(_IDS[:7], torch.ones(7, 4))
+        again.wait()
+        ids, rows = ps.read(tmp_path, "items")
+        assert torch.equal(rows, items.pull(ids))
+
+    train([go], servers=2)
+    assert _kinds(tmp_path) == [Kind.BASE, Kind.BASE, Kind.DELTA]
+
+
+def test_servers_note_no_changes_for_a_publisher_that_is_lost(tmp_path: Path) -> None:
+    """Also if the server that coordinated then is lost, too; another may publish then."""
+    hub, names = MemoryHub(), ["ps0", "ps1", "ps2"]
+    with local_group(*names, "trainer0", "trainer1", hub=hub) as agents:
+        with as_worker(agents[3]):
+            cluster = ps.connect(names, backups=1, consistency=ps.Async())
+            cluster.table("items", 4, ps.SGD(lr=1.0)).push(_IDS, torch.ones(30, 4))
+            cluster.publish(tmp_path / "one", ps.Steps(1)).wait()
+        with as_worker(agents[4]):
+            other = ps.connect(names, backups=1, consistency=ps.Async())
+            waiting.until(lambda: _has_all_backups(other), 60)
+            assert _notes_changes(other)
+            hub.cut(agents[3].info.id)
+            hub.cut(agents[0].info.id)
+            waiting.until(lambda: _has_all_backups(other) and not _notes_changes(other), 60)
+            published = other.publish(tmp_path / "two", ps.Steps(1))
+            published.wait()
+            assert _kinds(tmp_path / "two") == [Kind.BASE]
+
+
 def test_rows_for_serving_are_rounded_to_the_nearest(tmp_path: Path) -> None:
     def go() -> None:
         cluster = ps.connect(["ps0"])

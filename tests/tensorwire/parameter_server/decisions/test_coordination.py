@@ -56,6 +56,7 @@ class Played:
         self.view = view
         self.polls: list[Ask] = []
         self.failed: dict[int, str] = {}
+        self.given: list[orders.Order] = []
         living = set(view.servers) - set(lost)
         here = [each.number for each in view.trainers]
         self.coordinator = Coordinator(me, view, living, (), here)
@@ -84,6 +85,7 @@ class Played:
 
     def answer(self, order: orders.Order) -> Any:
         """The answer of a shard."""
+        self.given.append(order)
         counts = {each.number: 0 for each in self.view.trainers}
         status = Status(counts, 0, self.view.epoch, None, None, True, frozenset())
         return status if isinstance(order, orders.Query | orders.Hold) else None
@@ -141,6 +143,44 @@ def test_trainers_that_are_voted_on_when_the_cluster_goes_back_are_dismissed_aft
         played.polls = [poll for poll in played.polls if poll.view.generation == 1]
         played.vote(PS2, Server(TRAINER.client.name, 0))
         assert played.view.trainers == ()
+
+
+def test_marks_end_once_for_the_chain_of_a_publisher_that_is_lost() -> None:
+    publisher = views.Publisher(TRAINER.client, "folder", "chain")
+    played = Played(PS0, replace(view(3), publisher=publisher))
+    played.do(played.coordinator.worker_lost("another", 0))
+    assert played.view.publisher == publisher
+    played.do(played.coordinator.asked(1, orders.EndPublishing("an older chain")))
+    assert played.view.publisher == publisher
+    played.do(played.coordinator.worker_lost(TRAINER.client.name, TRAINER.client.incarnation))
+    assert played.view.publisher is None
+    ended = [each.cut.action for each in played.given if isinstance(each, orders.Go)]
+    assert ended == [orders.EndMarks("chain")] * 3
+
+
+def test_a_later_life_of_the_publisher_takes_its_place() -> None:
+    publisher = views.Publisher(TRAINER.client, "folder", "chain")
+    played = Played(PS0, replace(view(3, trainers=(TRAINER,)), publisher=publisher))
+    later = replace(TRAINER.client, incarnation=TRAINER.client.incarnation + 1)
+    version = orders.Version("chain 2", orders.Extent.ALL, False)
+    played.do(played.coordinator.asked(1, orders.TakeVersion(version, "folder/draft", later)))
+    assert played.view.publisher == views.Publisher(later, "folder", "chain 2")
+    played.do(played.coordinator.worker_lost(TRAINER.client.name, TRAINER.client.incarnation))
+    assert played.view.publisher is not None, "it was the former life that was lost"
+
+
+def test_marks_end_for_a_publisher_that_is_lost_while_its_request_is_in_line() -> None:
+    played = Played(PS0, view(3, trainers=(TRAINER,)))
+    version = orders.Version("chain", orders.Extent.ALL, False)
+    taken = orders.TakeVersion(version, "folder/draft", TRAINER.client)
+    effects = played.coordinator.asked(1, taken)
+    effects += played.coordinator.worker_lost(TRAINER.client.name, TRAINER.client.incarnation)
+    assert played.view.publisher is None
+    played.do(effects)
+    played.vote(PS1, Server(TRAINER.client.name, TRAINER.client.incarnation))
+    ended = [each.cut.action for each in played.given if isinstance(each, orders.Go)]
+    assert orders.EndMarks("chain") in ended
+    assert played.view.publisher is None
 
 
 def test_a_cluster_that_nobody_has_joined_begins_anew_where_there_is_no_snapshot() -> None:

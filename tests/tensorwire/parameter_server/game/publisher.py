@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _ASKER = Client("admin", 0)
 _FULL_DISK = 0.3
+_VERSIONS_OF_A_CHAIN = 6
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Publisher:
         self._since: orders.Since | None = None
         self._has: dict[int, float] = {}
         self._is_busy = False
+        self._taken_count = 0
         self.checked = {Extent.ALL: 0, Extent.CHANGES: 0}
 
     def take(self) -> None:
@@ -51,8 +53,11 @@ class Publisher:
         if self._is_busy:
             return
         self._is_busy = True
+        self._taken_count += 1
+        if self._taken_count % _VERSIONS_OF_A_CHAIN == 0:
+            self._stop()
         extent = Extent.ALL if self._since is None else Extent.CHANGES
-        version = orders.Version("chain", extent, False)
+        version = orders.Version(self._chain, extent, False)
 
         def answered(answer: Any) -> None:
             self._is_busy = False
@@ -60,6 +65,16 @@ class Publisher:
                 self._taken(extent, answer.result)
 
         self._ask(orders.TakeVersion(version, "chain/draft", _ASKER, self._since), answered)
+
+    @property
+    def _chain(self) -> str:
+        return f"chain {self._taken_count // _VERSIONS_OF_A_CHAIN}"
+
+    def _stop(self) -> None:
+        """Ends a chain, and begins another one; shards may hear of it in either order."""
+        ended = f"chain {self._taken_count // _VERSIONS_OF_A_CHAIN - 1}"
+        self._since = None
+        self._ask(orders.EndPublishing(ended), lambda _: None)
 
     def _taken(self, extent: Extent, taken: orders.VersionTaken | None) -> None:
         if taken is None:  # only a base can follow

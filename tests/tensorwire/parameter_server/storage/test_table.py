@@ -43,6 +43,23 @@ def pulled(table: Table, ids: list[int], time: int = 0) -> list[float]:
     return out[:, 0].tolist()
 
 
+def test_rows_saved_before_and_after_somebody_publishes_are_read_together() -> None:
+    """A snapshot is under way when a first version is taken, and when the last one was."""
+    table = counters()
+    push(table, [1, 2, 3], 1)
+    frozen = table.freeze()
+    push(table, [1], 2)
+    table.begin_changes()
+    push(table, [2], 3)
+    table.end_changes()
+    push(table, [3], 4)
+    (piece,) = iter(lambda: frozen.next_piece(10), None)
+    assert sorted(piece.ids.tolist()) == [1, 2, 3]
+    assert piece.columns["weight"][:, 0].tolist() == [1.0, 1.0, 1.0]
+    frozen.thaw()
+    assert not table.is_watched, "updates cost as much as if nobody had ever published"
+
+
 @both
 def test_a_pull_changes_nothing(k) -> None:
     table = counters(k, init=Uniform(1.0, seed=1))
