@@ -15,7 +15,7 @@ import yaml
 
 from tensorwire.launch.flags import parse
 from tests.free_ports import free_port
-from tests.tensorwire.launch.jobs import LIGHT, Job, job
+from tests.tensorwire.launch.jobs import FORKED, LIGHT, Job, job
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "clusters.md"
 ROLES = ("ps:4/job,service", "trainer:8,max_restarts=3")
@@ -126,7 +126,7 @@ def test_their_command_lines_run_on_two_nodes(system: str, work: Job) -> None:
     slurm = [{"SLURM_PROCID": str(n), "SLURM_JOB_NUM_NODES": "2"} for n in range(2)]
     kubernetes = [{"JOB_COMPLETION_INDEX": str(n), "HOSTNAME": f"train-{n}"} for n in range(2)]
     agents = [
-        work.start(*json.loads(text), **variables)
+        work.start(*FORKED, *json.loads(text), **variables)
         for variables in (slurm if system == "slurm" else kubernetes)
     ]
     names = [f"ps:{n}" for n in range(4)] + [f"trainer:{n}" for n in range(4)]
