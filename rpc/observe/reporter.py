@@ -8,8 +8,11 @@ question and each answer is one line of JSON. Questions: ``facts``, ``stacks``, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import heapq
 import json
+import operator
 import os
 import socket
 import threading
@@ -29,6 +32,8 @@ WATCH: Final = "RPC_WATCH"
 
 _LONGEST_LINE: Final = 1 << 16
 _MOST_CALLS: Final = 50
+_MOST_PEERS: Final = 50
+"""Of each worker; a job of a thousand that all call each other would be told as a million rows."""
 _DEEPEST: Final = 40
 _LONGEST_TRACE: Final = 60.0
 
@@ -139,8 +144,8 @@ class Reporter:
         name_of = self._worker.name_of
         return {
             "progress": asdict(self._progress.report()),
-            "made": _by_peer(counted.made),
-            "served": _by_peer(counted.served),
+            "made": by_peer(counted.made),
+            "served": by_peer(counted.served),
             "waiting": [
                 {"to": name_of(row["to"]), "call": row["call"], "age": row["age"]}
                 for row in _oldest(doing["calls"])
@@ -173,8 +178,8 @@ def _oldest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["age"])[:_MOST_CALLS]
 
 
-def _by_peer(rows: Iterable[CallMetrics]) -> list[dict[str, object]]:
-    """The calls with each other worker, of all functions together."""
+def by_peer(rows: Iterable[CallMetrics]) -> list[dict[str, Any]]:
+    """The calls with each other worker, of all functions together; the many with few as one."""
     totals: dict[str, CallMetrics] = {}
     for row in rows:
         known = totals.get(row.peer)
@@ -190,8 +195,16 @@ def _by_peer(rows: Iterable[CallMetrics]) -> list[dict[str, object]]:
             "seconds": total.latency.sum,
             "buckets": list(total.latency.counts),
         }
-        for peer, total in sorted(totals.items())
+        for peer, total in sorted(_busiest(totals).items())
     ]
+
+
+def _busiest(totals: dict[str, CallMetrics]) -> dict[str, CallMetrics]:
+    if len(totals) <= _MOST_PEERS:
+        return totals
+    busiest = dict(heapq.nlargest(_MOST_PEERS, totals.items(), key=lambda each: each[1].calls))
+    others = [total for peer, total in totals.items() if peer not in busiest]
+    return {**busiest, f"{len(others)} others": functools.reduce(operator.add, others)}
 
 
 def quantile(buckets: Iterable[int], fraction: float) -> float:

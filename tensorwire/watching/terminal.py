@@ -55,7 +55,7 @@ def _connect(job: str | None, token: str | None) -> Any:
 
 def _do(said: argparse.Namespace, ask: Ask) -> int:
     if said.command == "stacks":
-        print(ask({"ask": "stacks", "worker": said.worker}))
+        print(printable(str(ask({"ask": "stacks", "worker": said.worker}))))
         return 0
     view = _view(ask)
     if said.command == "status":
@@ -105,8 +105,9 @@ def table(view: JobView, measured: dict[str, Rates]) -> Any:
                  "p50 ms", "p99 ms", "memory", "CPU", "what"):  # fmt: skip
         rows.add_column(name, justify="left" if name in ("worker", "what") else "right")
     for worker in view.workers:
-        rows.add_row(*(Text(cell) for cell in cells(worker, measured.get(worker.name))))
-    alarms = [Text(f"! {alarm}", style="bold red") for alarm in view.alarms[-3:]]
+        row = cells(worker, measured.get(worker.name))
+        rows.add_row(*(Text(printable(cell)) for cell in row))
+    alarms = [Text(printable(f"! {alarm}"), style="bold red") for alarm in view.alarms[-3:]]
     return Group(rows, *alarms)
 
 
@@ -137,7 +138,12 @@ def plain(view: JobView) -> str:
     for worker in view.workers:
         row = cells(worker, None)
         lines.append("  ".join(cell for cell in (*row[:5], row[9], row[11]) if cell))
-    return "\n".join([*lines, *(f"! {alarm}" for alarm in view.alarms)])
+    return printable("\n".join([*lines, *(f"! {alarm}" for alarm in view.alarms)]))
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal obeys, such as the escapes that move its cursor."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
 
 
 def _number(value: float) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -87,6 +88,8 @@ def train(pipe: Pipeline, corpus: Corpus, options: argparse.Namespace) -> list[f
         "bits": [],
     }
     first = 0
+    if not options.resume:  # an earlier training's would be in the way, or be taken for this one's
+        shutil.rmtree(options.output / "checkpoints", ignore_errors=True)
     saved = checkpoint.latest(options.output / "checkpoints") if options.resume else None
     if saved is not None:
         state = checkpoint.load(saved, state)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import socket
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Final
@@ -39,11 +38,13 @@ class Guard:
         token: whoever knows it may look.
         host: the address at which the page is served.
         port: its port.
+        names: of this machine, by which the page may be asked for, too.
     """
 
     token: str
     host: str
     port: int
+    names: Container[str] = ()
 
     def refuses(
         self, method: str, headers: Mapping[str, str], query_token: str | None
@@ -74,12 +75,7 @@ class Guard:
         name = (name or host).strip("[]").lower()
         if port and port != str(self.port):
             return False
-        if name in (
-            "localhost",
-            self.host.lower(),
-            socket.gethostname().lower(),
-            socket.getfqdn().lower(),
-        ):
+        if name in ("localhost", self.host.lower()) or name in self.names:
             return True
         try:
             ipaddress.ip_address(name)

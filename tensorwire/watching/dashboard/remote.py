@@ -7,6 +7,7 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
+import zlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -15,6 +16,8 @@ from tensorwire.watching.hub import NoAnswerError
 _SECONDS: Final = 40.0
 _LARGEST: Final = 64 << 20
 _TOKEN: Final = "TENSORWIRE_TOKEN"
+_GZIP: Final = 31
+"""Of zlib: the format of gzip, with the largest window."""
 
 
 class PageClient:
@@ -40,11 +43,13 @@ class PageClient:
         query = {key: str(value) for key, value in question.items() if key != "ask"}
         url = f"{self._base}/api/{question['ask']}?{urllib.parse.urlencode(query)}"
         method = "POST" if question["ask"] == "trace" else "GET"
-        headers = {"Authorization": f"Bearer {self._token}"}
+        headers = {"Authorization": f"Bearer {self._token}", "Accept-Encoding": "gzip"}
         request = urllib.request.Request(url, headers=headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
                 data = answer.read(_LARGEST)
+                if answer.headers.get("Content-Encoding") == "gzip":
+                    data = zlib.decompressobj(_GZIP).decompress(data, _LARGEST)
                 is_json = answer.headers.get_content_type() == "application/json"
         except urllib.error.HTTPError as error:
             with error:

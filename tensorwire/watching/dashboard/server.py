@@ -8,9 +8,9 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,12 +22,15 @@ from starlette.responses import (
     PlainTextResponse,
     RedirectResponse,
     Response,
+    StreamingResponse,
 )
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from tensorwire.watching.dashboard.answers import JobAnswer, Watched
+from tensorwire.watching.dashboard.connections import Connections, Listener
 from tensorwire.watching.dashboard.guard import COOKIE, Guard
-from tensorwire.watching.hub import NoAnswerError, Question
+from tensorwire.watching.hub import NoAnswerError
 
 _STATIC: Final = Path(__file__).parent / "static"
 _HEADERS: Final = {
@@ -40,13 +43,7 @@ _HEADERS: Final = {
 }
 _LOOPBACK: Final = "127.0.0.1"
 _LONGEST_TRACE: Final = 30.0
-
-
-class Watched(Protocol):
-    """The job that is shown."""
-
-    def answer(self, question: Question) -> object:
-        """Answers one question about it."""
+_PIECE: Final = 1 << 16
 
 
 class Page:
@@ -65,7 +62,8 @@ class Page:
     def __init__(self, watched: Watched, where: str, tls: tuple[str, str] | None = None) -> None:
         host, port = parse_address(where)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        connections = Connections()
+        self._socket = Listener(family, connections)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
@@ -78,12 +76,16 @@ class Page:
         shown = f"[{host}]" if ":" in host else host
         scheme = "https" if tls else "http"
         self.address = f"{scheme}://{shown}:{self.port}/?token={self.token}"
-        guard = Guard(self.token, host, self.port)
+        self._names: set[str] = set()
+        guard = Guard(self.token, host, self.port, self._names)
         config = uvicorn.Config(
-            _application(watched, guard),
+            _Guarded(_application(watched, guard), guard, connections),
             log_config=None,
             access_log=False,
             lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
             ssl_certfile=tls[0] if tls else None,
             ssl_keyfile=tls[1] if tls else None,
             timeout_graceful_shutdown=1,
@@ -93,7 +95,8 @@ class Page:
         self._thread.start()
 
     def _run(self) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # strangers' garbage is no news
+        self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}  # may ask a server
         self._server.run(sockets=[self._socket])
 
     def close(self) -> None:
@@ -137,7 +140,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _application(watched: Watched, guard: Guard) -> Any:
-    """The ASGI application, behind its guard."""
+    """The ASGI application, for whoever is let in."""
+    job = JobAnswer(watched)
 
     def asks(what: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -158,6 +162,13 @@ def _application(watched: Watched, guard: Guard) -> Any:
 
         return answer
 
+    async def state(request: Request) -> Response:
+        is_packed = "gzip" in request.headers.get("accept-encoding", "")
+        data = await run_in_threadpool(job.packed if is_packed else job.plain)
+        headers = {"Content-Encoding": "gzip"} if is_packed else {}
+        headers["Content-Length"] = str(len(data))
+        return StreamingResponse(_pieces(data), media_type="application/json", headers=headers)
+
     async def index(request: Request) -> Response:
         if "token" not in request.query_params:
             return FileResponse(_STATIC / "index.html")
@@ -166,24 +177,30 @@ def _application(watched: Watched, guard: Guard) -> Any:
         response.set_cookie(COOKIE, guard.token, httponly=True, samesite="strict", secure=secure)
         return response
 
-    application = Starlette(
+    return Starlette(
         routes=[
             Route("/", index),
-            Route("/api/job", asks("job")),
+            Route("/api/job", state),
             Route("/api/stacks", asks("stacks")),
             Route("/api/log", asks("log")),
             Route("/api/trace", asks("trace"), methods=["POST"]),
             Mount("/static", StaticFiles(directory=_STATIC)),
         ]
     )
-    return _Guarded(application, guard)
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    """Parts that are sent one after the other, so that nobody who reads slowly has a copy made."""
+    for begin in range(0, len(data), _PIECE):
+        yield data[begin : begin + _PIECE]
 
 
 class _Guarded:
     """An ASGI application that refuses whoever the guard refuses."""
 
-    def __init__(self, application: Any, guard: Guard) -> None:
+    def __init__(self, application: Any, guard: Guard, connections: Connections) -> None:
         self._application, self._guard = application, guard
+        self._connections = connections
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -201,7 +218,9 @@ class _Guarded:
             await send(message)
 
         if refused is not None:
-            response = PlainTextResponse(refused.why, refused.status)
+            ends = {"Connection": "close"}  # whatever else is sent over it is not read
+            response = PlainTextResponse(refused.why, refused.status, ends)
             await response(scope, receive, send_with_headers)
             return
+        self._connections.showed_token(scope["client"])
         await self._application(scope, receive, send_with_headers)

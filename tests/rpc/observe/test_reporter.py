@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rpc.agent import Agent
-from rpc.observe.reporter import WATCH, quantile
+from rpc.observe.metrics import CallMetrics, Histogram
+from rpc.observe.reporter import WATCH, by_peer, quantile
 from rpc.observe.sampling import sample
 from rpc.observe.watching import report_to_launcher
 from rpc.testing import local_group
@@ -57,6 +58,16 @@ def test_facts_are_what_the_worker_counts(agents: list[Agent], ask: Ask) -> None
     assert (row["calls"], row["errors"], sum(row["buckets"])) == (3, 0, 3)
     assert facts["progress"]["steps"] == 0
     assert facts["waiting"] == []
+
+
+def test_of_many_peers_those_with_few_calls_are_told_as_one() -> None:
+    latency = Histogram((1, 0), 0.5)
+    rows = [CallMetrics("f", f"w:{n}", n, 0, {}, latency, 10, 1) for n in range(1000)]
+    told = {row["peer"]: row for row in by_peer(rows)}
+    assert len(told) == 51
+    assert set(told) == {f"w:{n}" for n in range(950, 1000)} | {"950 others"}
+    assert sum(row["calls"] for row in told.values()) == sum(range(1000))
+    assert told["950 others"]["buckets"] == [950, 0]
 
 
 def test_a_call_that_hangs_is_told_with_its_destination(agents: list[Agent], ask: Ask) -> None:

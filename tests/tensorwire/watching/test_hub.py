@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from tensorwire.watching import jobs
+from tensorwire.watching import jobs, terminal
 from tensorwire.watching.exchange import Exchange, Told
 from tensorwire.watching.hub import Hub, NoAnswerError, Viewer
 from tensorwire.watching.jobs import JobNotFoundError, RunningJob, find_job
@@ -136,6 +138,18 @@ def test_a_view_comes_back_from_its_bytes_and_garbage_is_refused() -> None:
     for garbage in (b"{}", b"[]", b"nothing", b'{"job": 1, "phase": 2, "now": "x"}'):
         with pytest.raises(ValueError):  # noqa: PT011  (json's own, or ours)
             JobView.decode(garbage)
+
+
+def test_what_workers_tell_has_no_power_over_a_terminal() -> None:
+    facts = {"progress": {"steps": 1, "phase": "\x1b[2J\x07 évaluation"}}
+    worker = WorkerView("a:0", "a", 0, 1, "runs", 0, "host", "", None, facts)
+    view = JobView("j", "running", 1.0, (NodeView(0, "host"),), (worker,), ("\x1b]0;title\x07",))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(terminal.table(view, {}))
+    assert isinstance(console.file, io.StringIO)
+    for text in (terminal.plain(view), console.file.getvalue()):
+        assert not {"\x1b", "\x07"} & set(text)
+        assert "évaluation" in text
 
 
 def test_jobs_are_found_and_what_a_killed_agent_left_is_passed_over() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
+import socket
 from collections.abc import Iterator, Mapping
 
 import pytest
 
+from tensorwire.watching.dashboard.answers import JobAnswer
+from tensorwire.watching.dashboard.connections import MOST
 from tensorwire.watching.dashboard.guard import COOKIE, Guard
 from tensorwire.watching.dashboard.remote import PageClient
 from tensorwire.watching.dashboard.server import Page, parse_address
@@ -92,6 +96,49 @@ def test_answers_and_their_lack_come_as_they_are(page: Page) -> None:
     assert headers["x-content-type-options"] == "nosniff"
     assert get(page, "/api/stacks?worker=b:0", known)[0] == 404
     assert get(page, "/static/../server.py", known)[0] == 404
+
+
+def test_a_stranger_gets_no_websocket_and_his_body_is_not_read(page: Page) -> None:
+    """A request that would change protocols is refused like others, and so is a long body."""
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
+               "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="}  # fmt: skip
+    assert get(page, "/api/job", upgrade)[0] == 401
+    with socket.create_connection(("127.0.0.1", page.port), timeout=60) as stranger:
+        head = f"POST /api/trace HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n"
+        stranger.sendall(f"{head}Content-Length: 1000000000000\r\n\r\n".encode())
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := stranger.recv(1 << 16):
+                answer += data
+    assert b" 401 " in answer
+    assert b"connection: close" in answer
+
+
+def test_silent_strangers_keep_nobody_out(page: Page) -> None:
+    known = {"Authorization": f"Bearer {page.token}"}
+    with contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", page.port), timeout=60))
+            for _ in range(200)
+        ]
+        assert get(page, "/api/log?worker=a:0", known)[0] == 200
+        ended = [stranger for stranger in strangers[:-MOST] if stranger.recv(1) == b""]
+        assert len(ended) == 200 - MOST
+
+
+def test_many_who_ask_for_the_job_have_it_put_together_once() -> None:
+    asked = []
+
+    class Counted:
+        def answer(self, question: Question) -> object:
+            asked.append(question)
+            return {"job": "j" * 1000}
+
+    answer = JobAnswer(Counted())
+    packed = [answer.packed() for _ in range(10)]
+    assert len(asked) == 1
+    assert gzip.decompress(packed[-1]) == answer.plain()
+    assert len(packed[0]) < 100
 
 
 def test_a_page_can_be_asked_from_elsewhere(page: Page) -> None:

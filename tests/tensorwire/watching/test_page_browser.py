@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from tensorwire.watching.hub import Viewer
+from tensorwire.watching.dashboard.server import Page
+from tensorwire.watching.hub import Question, Viewer
 from tensorwire.watching.jobs import running_jobs
+from tensorwire.watching.views import JobView, NodeView, WorkerView
 from tests.tensorwire.launch.jobs import FORKED, SECONDS, Job, job
 from tests.waiting import until
 
@@ -88,6 +91,57 @@ def keep(browser: Any, name: str) -> None:
                 "requestAnimationFrame(() => setTimeout(arguments[0], 50))"
             )
             browser.save_screenshot(f"{folder}/{name}-{scheme}.png")
+
+
+HTML = "<img src=x onerror=\"document.title='run'\">"
+
+
+class ManyWorkers:
+    """A job of a thousand workers, whose names, phases, alarms and logs are HTML."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def answer(self, question: Question) -> object:
+        if question["ask"] == "log":
+            return f"{HTML}\n{'x' * 100_000}\nlast"
+        self._asked += 1
+        workers = tuple(self._worker(number) for number in range(1000))
+        now = float(self._asked)
+        view = JobView(HTML, "running", now, (NodeView(0, HTML),), workers, (HTML,), (HTML,))
+        return view.plain()
+
+    def _worker(self, number: int) -> WorkerView:
+        made = [
+            {"peer": f"{HTML}:{peer}", "calls": self._asked, "in_flight": 0, "errors": 0,
+             "bytes_out": 1, "bytes_in": 1, "buckets": [self._asked, 0, 0]}
+            for peer in range(20)
+        ]  # fmt: skip
+        progress = {"steps": 3 * self._asked, "age": 0, "phase": HTML, "phase_age": 0, "longest": 0}
+        facts = {"progress": progress, "made": made, "waiting": [], "sources": {HTML: {HTML: HTML}}}
+        return WorkerView(f"{HTML}:{number}", HTML, number, 1, "runs", 0, HTML, HTML, None, facts)
+
+
+def test_a_thousand_workers_are_shown_and_html_in_what_they_tell_is_text(browser: Any) -> None:
+    with contextlib.closing(Page(ManyWorkers(), "0")) as page:
+        browser.get(page.address)
+        name = f"{HTML}:999"
+        until(lambda: shown(browser, name)[4:6] not in ([], ["3", ""]), 120, 0.2)
+        cells = shown(browser, name)
+        assert (cells[0], cells[3], cells[8]) == (name, f"0 {HTML}", HTML)
+        rows = "return document.querySelectorAll('#calls tbody tr').length"
+        assert browser.execute_script(rows) == 300
+        more = browser.execute_script("return document.getElementById('more-calls').textContent")
+        assert more == "and 19700 pairs of workers with fewer calls"
+        lines = "return document.querySelectorAll('#chart .u-series').length"
+        assert browser.execute_script(lines) <= 3  # the time and one role, not a thousand
+        log = "document.querySelectorAll('#workers tbody tr')[5].querySelectorAll('button')[1]"
+        browser.execute_script(f"{log}.click()")
+        text = "return document.getElementById('text').textContent"
+        until(lambda: browser.execute_script(text).endswith("last"), 120, 0.2)
+        assert browser.execute_script(text).startswith(HTML)
+        assert browser.execute_script("return document.images.length") == 0
+        assert browser.title == f"{HTML}: running"
 
 
 def test_the_page_shows_what_workers_count_and_who_died(work: Job, browser: Any) -> None:

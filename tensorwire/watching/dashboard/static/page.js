@@ -3,9 +3,12 @@
 // workers is set as text, never as HTML.
 
 const SECONDS_SHOWN = 180;
+const MOST_LINES = 40; // of the chart; beyond them it has one a role
+const MOST_CALLS = 300; // rows, those with the most calls
 const COLOURS = ["#2f6db3", "#c2571a", "#2d7d46", "#8a3ffc", "#b3261e", "#008b8b", "#9a6700", "#d02670"];
 const by = (id) => document.getElementById(id);
 let before = null;
+let knownWorkers = new Map(); // those of the answer before, by name
 let chart = null;
 let names = [];
 const times = [];
@@ -28,7 +31,7 @@ function megabytes(bytes) { return bytes ? `${(bytes / 1e6).toFixed(0)} MB` : ""
 
 function stepsOf(worker) { return worker.facts ? worker.facts.progress.steps : null; }
 
-function known(name) { return before ? before.workers.find((w) => w.name === name) : undefined; }
+function known(name) { return knownWorkers.get(name); }
 
 function rate(now, then, seconds) {
   return now === null || then === null || then === undefined || !(seconds > 0)
@@ -103,27 +106,30 @@ function showWorkers(job, seconds) {
 
 function showCalls(job, seconds) {
   const rows = document.createDocumentFragment();
-  for (const worker of job.workers) {
+  const all = job.workers.flatMap((worker) =>
+    (worker.facts ? worker.facts.made : []).map((made) => [worker, made]));
+  const isLong = all.length > MOST_CALLS;
+  if (isLong) all.sort((a, b) => b[1].calls - a[1].calls);
+  for (const [worker, made] of all.slice(0, MOST_CALLS)) {
     const then = known(worker.name);
-    const old = new Map(then && then.life === worker.life && then.facts
-      ? then.facts.made.map((each) => [each.peer, each]) : []);
-    for (const made of worker.facts ? worker.facts.made : []) {
-      const last = old.get(made.peer);
-      const row = document.createElement("tr");
-      const buckets = last ? made.buckets.map((n, i) => n - last.buckets[i]) : made.buckets;
-      cell(row, worker.name);
-      cell(row, made.peer);
-      cell(row, number(rate(made.calls, last && last.calls, seconds)));
-      cell(row, number(1e3 * (quantile(buckets, .5) ?? NaN)));
-      cell(row, number(1e3 * (quantile(buckets, .99) ?? NaN)));
-      cell(row, made.in_flight);
-      cell(row, made.errors || "");
-      cell(row, number(rate(made.bytes_out / 1e6, last && last.bytes_out / 1e6, seconds)));
-      cell(row, number(rate(made.bytes_in / 1e6, last && last.bytes_in / 1e6, seconds)));
-      rows.append(row);
-    }
+    const last = then && then.life === worker.life && then.facts
+      ? then.facts.made.find((each) => each.peer === made.peer) : undefined;
+    const row = document.createElement("tr");
+    const buckets = last ? made.buckets.map((n, i) => n - last.buckets[i]) : made.buckets;
+    cell(row, worker.name);
+    cell(row, made.peer);
+    cell(row, number(rate(made.calls, last && last.calls, seconds)));
+    cell(row, number(1e3 * (quantile(buckets, .5) ?? NaN)));
+    cell(row, number(1e3 * (quantile(buckets, .99) ?? NaN)));
+    cell(row, made.in_flight);
+    cell(row, made.errors || "");
+    cell(row, number(rate(made.bytes_out / 1e6, last && last.bytes_out / 1e6, seconds)));
+    cell(row, number(rate(made.bytes_in / 1e6, last && last.bytes_in / 1e6, seconds)));
+    rows.append(row);
   }
   document.querySelector("#calls tbody").replaceChildren(rows);
+  by("more-calls").textContent = isLong
+    ? `and ${all.length - MOST_CALLS} pairs of workers with fewer calls` : "";
 }
 
 function showSources(job) {
@@ -144,18 +150,34 @@ function showSources(job) {
   document.querySelector("#servers tbody").replaceChildren(rows);
 }
 
+function stepRates(job, seconds) {
+  // Steps a second by worker; of many workers the mean of each role.
+  const found = new Map();
+  const roles = new Map();
+  for (const worker of job.workers) {
+    const then = known(worker.name);
+    const same = then && then.life === worker.life ? then : undefined;
+    const now = rate(stepsOf(worker), same && stepsOf(same), seconds);
+    found.set(worker.name, now);
+    if (!roles.has(worker.role)) roles.set(worker.role, []);
+    if (now !== null) roles.get(worker.role).push(now);
+  }
+  if (found.size <= MOST_LINES) return found;
+  return new Map([...roles].map(([role, rates]) => [`${role} (mean)`,
+    rates.length ? rates.reduce((a, b) => a + b, 0) / rates.length : null]));
+}
+
 function showChart(job, seconds) {
   if (!(seconds > 0)) return;
   times.push(job.now);
-  for (const worker of job.workers) {
-    if (!series.has(worker.name)) series.set(worker.name, Array(times.length - 1).fill(null));
+  const rates = stepRates(job, seconds);
+  for (const name of rates.keys()) {
+    if (!series.has(name)) series.set(name, Array(times.length - 1).fill(null));
   }
   for (const [name, values] of series) {
-    const worker = job.workers.find((w) => w.name === name);
-    const then = known(name);
-    const same = worker && then && then.life === worker.life ? then : undefined;
-    values.push(worker ? rate(stepsOf(worker), same && stepsOf(same), seconds) : null);
+    values.push(rates.get(name) ?? null);
     while (values.length > SECONDS_SHOWN) values.shift();
+    if (values.every((value) => value === null)) series.delete(name);
   }
   while (times.length > SECONDS_SHOWN) times.shift();
   const present = [...series.keys()];
@@ -201,6 +223,7 @@ function show(job) {
   showChart(job, seconds);
   showLists(job);
   before = job;
+  knownWorkers = new Map(job.workers.map((worker) => [worker.name, worker]));
 }
 
 let text = "";
