@@ -31,7 +31,8 @@ from tensorwire.checkpoint.chain import (
     version_folders,
 )
 from tensorwire.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError
-from tensorwire.checkpoint.placing import DRAFT, lock_file
+from tensorwire.checkpoint.locking import FileLock
+from tensorwire.checkpoint.placing import DRAFT
 from tensorwire.checkpoint.shard_file import require_size
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class ChainWriter:
             self._chain = Chain.open(self.folder)
             self._name = self._chain_name()
         except BaseException:
-            os.close(self._lock)
+            self._lock.close()
             raise
 
     def _clear(self) -> int:
@@ -100,6 +101,15 @@ class ChainWriter:
             return not self._chain.route()
         except CheckpointError:
             return True
+
+    def say_what_goes_on(self) -> None:
+        """Says in the log which version there is, if any, after which a base will follow."""
+        version = self.latest()
+        if version is not None:
+            _logger.info(
+                "the versions in %s go on after version %d, of step %d; the next one is a base",
+                self.folder, version.number, version.step,
+            )  # fmt: skip
 
     def latest(self) -> Version | None:
         """The version that was committed last and is whole as far as ``version.json`` says."""
@@ -229,9 +239,7 @@ class ChainWriter:
         """Removes drafts that were not committed, and lets another writer have the folder."""
         for number in list(self._drafts):
             self.discard(number)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -240,12 +248,12 @@ class ChainWriter:
         self.close()
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: Path) -> FileLock:
     refusal = (
         f"another process, or another part of this one, writes versions to {str(folder)!r}; "
         "a chain has one writer"
     )
-    return lock_file(folder / _LOCK, refusal)
+    return FileLock(folder / _LOCK, refusal)
 
 
 def _require_files(draft: Path, files: Mapping[str, VersionFile]) -> None:

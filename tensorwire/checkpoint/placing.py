@@ -1,10 +1,9 @@
-"""Puts a finished folder in the place where nothing is, or in exchange for one; locks files."""
+"""Puts a finished folder in the place where nothing is, or in exchange for one."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 import uuid
@@ -61,20 +60,3 @@ def exchange(one: Path, other: Path) -> bool:
     if code in _UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code), str(other))
-
-
-def lock_file(path: Path, refusal: str) -> int:
-    """Locks a file, which is made if it is not there; returns its descriptor.
-
-    The lock is held until the descriptor is closed, at the latest with the process.
-
-    Raises:
-        BlockingIOError: somebody else holds it; says ``refusal``.
-    """
-    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise BlockingIOError(refusal) from None
-    return lock

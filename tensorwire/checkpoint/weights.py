@@ -199,8 +199,10 @@ def publish(
     """
     if base_every < 1:
         raise ValueError(f"base_every={base_every!r} must be at least 1")
-    publishing = Publishing(state, ChainWriter(folder, keep_bases), base_every)
+    writer = ChainWriter(folder, keep_bases)
+    publishing = Publishing(state, writer, base_every)
     try:
+        writer.say_what_goes_on()
         publishing.update(step)
     except BaseException:
         publishing.close()

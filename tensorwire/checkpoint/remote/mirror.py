@@ -7,7 +7,6 @@ has come is checked before it is given to a follower.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -28,7 +27,8 @@ from tensorwire.checkpoint.chain import (
     version_folders,
 )
 from tensorwire.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from tensorwire.checkpoint.placing import DRAFT, lock_file
+from tensorwire.checkpoint.locking import FileLock
+from tensorwire.checkpoint.placing import DRAFT
 
 _LOCK: Final = "reader.lock"
 _SECONDS_AFTER_DAMAGE: Final = 10.0
@@ -77,7 +77,7 @@ class Mirror:
         else:
             self._folder = Path(cache).absolute()
             self._folder.mkdir(parents=True, exist_ok=True)
-            finish = partial(os.close, _locked(self._folder))
+            finish = _locked(self._folder).close
         self._finish = weakref.finalize(self, finish)
         self._damage: tuple[str, float, CheckpointError] | None = None
 
@@ -175,6 +175,6 @@ class Mirror:
         self._finish()
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: Path) -> FileLock:
     refusal = f"another follower fetches versions into cache={str(folder)!r}; give each its own"
-    return lock_file(folder / _LOCK, refusal)
+    return FileLock(folder / _LOCK, refusal)

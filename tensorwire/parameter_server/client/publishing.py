@@ -365,4 +365,5 @@ def begin_publishing(
         raise TypeError(f"publish: extra={extra!r} is no plain JSON data: {error}") from None
     require_safetensors()
     writer = ChainWriter(Path(folder), keep_bases)
+    writer.say_what_goes_on()
     return Publishing(cluster, writer, every, base_every, state, precision, extra)

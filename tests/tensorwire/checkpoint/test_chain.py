@@ -111,6 +111,33 @@ def test_a_draft_is_no_version_and_its_number_is_not_given_again(tmp_path: Path)
     ]
 
 
+def _write_and_vanish(folder: Path, lives: int, waits: int) -> None:
+    """Ends as if it were killed, while a child of its own lives until its pipe is closed."""
+    ChainWriter(folder)
+    if os.fork() == 0:
+        os.write(lives, b"x")
+        os.read(waits, 1)
+    os._exit(0)
+
+
+def test_a_child_that_outlives_a_killed_writer_keeps_nobody_out(tmp_path: Path) -> None:
+    (lives, told), (waits, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        _write_and_vanish(tmp_path, told, waits)
+    try:
+        os.close(told)
+        os.waitpid(child, 0)
+        assert os.read(lives, 1) == b"x"
+        ChainWriter(tmp_path).close()
+    finally:
+        os.close(end)
+        assert os.read(lives, 1) == b"", "it has ended"
+        os.close(lives)
+        os.close(waits)
+
+
 def test_two_writers_of_one_folder_are_refused(tmp_path: Path) -> None:
     with ChainWriter(tmp_path), pytest.raises(BlockingIOError, match="a chain has one writer"):
         ChainWriter(tmp_path)
