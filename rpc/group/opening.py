@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ def open_store(
 
     Raises:
         ValueError: something that is needed is given nowhere.
-        BringUpError: the store's host does not answer, or cannot be it.
+        BringUpError: the store's host does not answer, or cannot be it; or there is a group key,
+            and others can write the file.
     """
     until = time.monotonic() + timeout
     parts = urlsplit(init_method)
@@ -122,6 +124,8 @@ def open_store(
         if query.get("rank"):
             _check_rank(int(query["rank"]), size)
         found = _meet_as_torch_does(init_method, parts, query, timeout)
+        if parts.scheme == "file" and group_key:
+            _check_file(init_method, parts.path)
     _check_rank(found[1], size)
     return Meeting(*found, size if size > 0 else None)
 
@@ -438,3 +442,16 @@ def _meet_as_torch_does(
         raise ValueError(f"init_method={init_method!r} is incomplete: {error}") from error
     store.set_timeout(timedelta(seconds=timeout))
     return store, rank
+
+
+def _check_file(init_method: str, path: str) -> None:
+    """Refuses a file that others can write: a group with a key keeps what decides there."""
+    status = os.stat(path)
+    owners = {0, os.geteuid()}
+    if status.st_uid in owners and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return
+    raise BringUpError(
+        f"init_method={init_method!r} names a file that others can write (mode "
+        f"{stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}), and the group has a key; "
+        "name one that does not exist yet, in a folder of your own"
+    )

@@ -1,6 +1,7 @@
 """The place where a group meets: what a URL and the environment say, and who hosts the store."""
 
 import errno
+import os
 import socket
 import threading
 from functools import partial
@@ -32,6 +33,27 @@ class TestOpenStore:
         store, rank, size = open_store(f"file://{tmp_path}/s", 1, 2, SOON)
         store.set("key", "value")
         assert (rank, size, store.get("key")) == (1, 2, b"value")
+
+    @pytest.mark.parametrize("mode", [0o664, 0o646])
+    def test_a_file_that_others_can_write_is_refused_to_a_group_with_a_key(
+        self, tmp_path: Path, mode: int
+    ) -> None:
+        path = tmp_path / "s"
+        path.touch()
+        path.chmod(mode)
+        assert open_store(f"file://{path}", 0, 2, SOON).rank == 0  # without one, as torch does
+        with pytest.raises(BringUpError, match=rf"can write \(mode 0{mode:o}, owner \d+\)"):
+            open_store(f"file://{path}", 0, 2, SOON, group_key=b"key")
+        path.chmod(0o644)
+        assert open_store(f"file://{path}", 0, 2, SOON, group_key=b"key").rank == 0
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user, which needs root")
+    def test_a_file_of_another_user_is_refused_to_a_group_with_a_key(self, tmp_path: Path) -> None:
+        path = tmp_path / "s"
+        path.touch(0o600)
+        os.chown(path, 12345, -1)
+        with pytest.raises(BringUpError, match="owner 12345"):
+            open_store(f"file://{path}", 0, 2, SOON, group_key=b"key")
 
     def test_tcp_hosts_at_rank_0_and_waits_for_nobody(self) -> None:
         port = free_port()
