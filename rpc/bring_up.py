@@ -19,6 +19,7 @@ from rpc.group import rendezvous
 from rpc.group.exposure import is_loopback, warn_if_exposed
 from rpc.group.host_addresses import address_on_the_way_to, host_addresses, outward_address
 from rpc.group.job_roles import JobRoles
+from rpc.group.keys import read_group_key
 from rpc.group.member_list import MemberTable
 from rpc.group.membership import Check, Membership
 from rpc.group.opening import client_of, opened_for_good, trust_members
@@ -61,14 +62,14 @@ def form_group(
             those of this worker and another.
         kind: the class of the agent.
         group_key: the secret of the group, empty if it has none; None if its transport cannot
-            use one.
+            use one, so that what it writes in the store is signed with the environment's.
         hosts: the IP addresses in an address of its transport.
 
     Raises:
         BringUpError: workers are missing or disagree.
     """
     info, store = WorkerInfo(name, rank), client_of(store, options.bring_up_timeout)
-    key = group_key or b""
+    key = read_group_key(os.environ) if group_key is None else group_key
     trust_members(store, key)
     signed = SignedStore(store, key, PREFIX)
     incarnation = next_incarnation(signed, name, rank)
@@ -78,7 +79,7 @@ def form_group(
     agent.store = signed
     try:
         address = agent.start()
-        warn_if_exposed(rank, hosts(address), group_key is not None, bool(key))
+        warn_if_exposed(rank, hosts(address), group_key is not None, bool(group_key))
         extras = {LIVENESS: agent.liveness, NONCE: secrets.token_hex(8)}
         me = Record(name, rank, world_size, incarnation, backend, address, extras=extras)
         if world_size is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from rpc._testing import backend as faulty_backends
 from rpc.agent import Agent
 from rpc.backend_registry import BackendType
 from rpc.bring_up import address_towards, is_crowded
-from rpc.group.member_list import MemberTable
+from rpc.group.member_list import MemberList, MemberTable
+from rpc.options import TensorPipeRpcBackendOptions
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from tests.rpc.stores import signed
 
@@ -98,6 +101,27 @@ def test_torch_is_not_asked_to_look_out_where_cores_or_peers_are_scarce(
             HashStore(), "alice", 0, world_size, options
         )
     assert taken == [crowded or world_size is None]
+
+
+def test_a_launcher_finds_workers_also_of_a_transport_that_uses_no_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef")
+    key.chmod(0o600)
+    monkeypatch.setenv("RPC_GROUP_KEY_FILE", str(key))
+    store = HashStore()
+    options = TensorPipeRpcBackendOptions(
+        init_method="tcp://127.0.0.1:1", liveness_timeout=0, rpc_timeout=60
+    )
+    init = BackendType["TENSORPIPE"].value.init_backend_handler
+    agent = init(store, "stage:0", 0, None, options)
+    try:
+        found = MemberList(store, key.read_bytes()).find("stage:0")
+        assert found is not None
+        assert found.pid == os.getpid()
+    finally:
+        agent.shutdown(graceful=False)
 
 
 Maps = dict[str, dict[str, int]]
