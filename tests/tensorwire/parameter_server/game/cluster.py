@@ -416,9 +416,11 @@ class Game:
             choices = len(self.network) + len(self.tasks)
             if self.random.random() < 0.01:
                 self.restart_one()
+            if self.view.broken:
+                return  # those who still ask the dead are answered by nobody
             if choices:
                 self.one(self.random.randrange(choices))
-            elif self.view.broken or self.is_whole():
+            elif self.is_whole():
                 return
             else:
                 self.idle()
