@@ -63,6 +63,9 @@ _BACKENDS_FOR_ROLES = ("static", "c10d", BACKEND, ETCD_BACKEND)
 _STATIC_PORT = 29500
 _THREADS = "OMP_NUM_THREADS"
 _IMPORTED = ("rpc", "autograd_dist", "optim_dist", "remote_module")
+_WARM = (*_IMPORTED, "tensorwire.pipeline", "torch._dynamo")
+"""Modules that warm processes import; torch imports the last when a process makes its first
+optimizer, which takes more than a second, and a successor is waited for."""
 _PARAMETER_SERVER = "tensorwire.parameter_server"
 _PREPARED = {_PARAMETER_SERVER: f"{_PARAMETER_SERVER}.server.loading:load_for_workers"}
 """Functions that the template calls, by the modules of servers that then begin sooner."""
@@ -370,7 +373,7 @@ def _agent(
         output=output,
         start_method=config.start_method,
         template=template,
-        standbys=Standbys(said.warm, _IMPORTED, _prepared(command)) if said.warm else None,
+        standbys=Standbys(said.warm, _WARM, _prepared(command)) if said.warm else None,
         exit_codes=command.exit_codes,
         shutdown_timeout=getattr(config, "shutdown_timeout", None) or 30,
         program=_program_as_told(command),

@@ -29,13 +29,14 @@ SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Start:
-    """A line of the journal: a life of a worker began."""
+    """A line of the journal: a life of a worker began, with optimizers imported if warm."""
 
     name: str
     life: int
     pid: int
     at: float
     environment: dict[str, str]
+    is_warm: bool = False
 
     @property
     def lives(self) -> bool:

@@ -97,5 +97,6 @@ def test_a_worker_that_is_killed_comes_back_in_a_warm_process(work: Job) -> None
     again = work.life("trainer:0", 2)
     assert f"a warm process ({again.pid}) is ready" in agent.said
     assert again.environment["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert (first.is_warm, again.is_warm) == (False, True)
     work.end()
     assert agent.wait() == 0

@@ -54,7 +54,8 @@ def main() -> None:
 
 def note(folder: Path, name: str, life: int) -> None:
     line = {"name": name, "life": life, "pid": os.getpid(), "at": time.time()}
-    text = json.dumps(line | {"environment": dict(os.environ)}) + "\n"
+    began = {"environment": dict(os.environ), "is_warm": "torch._dynamo" in sys.modules}
+    text = json.dumps(line | began) + "\n"
     journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(journal, text.encode())  # at once, as this process may be killed at any time
 
