@@ -490,7 +490,8 @@ class Cluster:
                 the last version if it must, and ``ps.connect(restore=folder)`` begins with it bit
                 for bit. Default False: rows and dense parameters, for serving.
             precision: what float32 rows of tables are rounded to, the nearest, in versions for
-                serving, such as ``ps.Precision.BFLOAT16``. Default None, as they are kept.
+                serving, such as ``ps.Precision.BFLOAT16``, or ``INT8`` with a scale for each row.
+                Default None, as they are kept.
             keep_bases: as many of the newest bases stay, with the deltas after them. Default 2.
             extra: plain JSON data that is kept with each version.
 

@@ -180,6 +180,12 @@ def _begun(worker: extend.Worker, name: str, first: View, restored: Restored | N
 def _checked(folder: str) -> Restored:
     """A snapshot that is whole."""
     restored = saved_at(folder)
+    if restored.coarse:
+        raise errors.SnapshotError(
+            f"connect: restore={folder!r} was published with precision=INT8, for readers: rows of "
+            f"{', '.join(restored.coarse)} are too coarse to train on. Restore from a snapshot, or "
+            "from versions with state=True"
+        )
     restored.verify()
     return restored
 

@@ -19,11 +19,16 @@ _INDEX_BYTES: Final = 32
 
 
 class Precision(enum.Enum):
-    """The formats of the numbers of a table's rows. State is float32 always."""
+    """The formats of the numbers of a table's rows. State is float32 always.
+
+    ``INT8`` is for versions that are published for readers only: whole numbers, with a scale for
+    each row, so that each reads within a 254th of its row's largest magnitude of what it was.
+    """
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+    INT8 = "int8"
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,11 @@ class TableSpec:
         instance(where, "admit", self.admit, (MinCount, type(None)), "ps.MinCount or None")
         instance(where, "evict", self.evict, (UnusedFor, type(None)), "ps.UnusedFor or None")
         instance(where, "precision", self.precision, Precision, "a ps.Precision")
+        if self.precision is Precision.INT8:
+            raise ValueError(
+                f"{where}: precision={self.precision} is for rows that are published, with "
+                "cluster.publish; rows that are trained have FLOAT32, BFLOAT16 or FLOAT16"
+            )
 
     def encode(self) -> str:
         """As text, for the cluster's view."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tensorwire.checkpoint import Kind, Version
@@ -24,6 +25,7 @@ from tensorwire.parameter_server.errors import SnapshotError
 from tensorwire.parameter_server.following.rows import Change, RowsView, TableRows
 from tensorwire.parameter_server.snapshots.contents import DTYPES, Restored
 from tensorwire.parameter_server.snapshots.published import content_of
+from tensorwire.parameter_server.snapshots.quantised import SCALE
 from tensorwire.parameter_server.snapshots.saved import SavedDense, SavedTable
 
 _INITIALISERS: Final[Mapping[str, type[Initialiser]]] = {
@@ -152,12 +154,20 @@ def _read(
         for gone in restored.gone(name):
             change.remove(np.array(gone))
     for _, columns in restored.pieces(name):
-        weight = columns["weight"]
-        rows = weight if weight.dtype == torch.float32 else weight.view(torch.int16)
         put = change.compare if is_compared else change.put
-        put(np.array(columns["ids"].numpy()), np.ascontiguousarray(rows.numpy()))
+        put(np.array(columns["ids"].numpy()), _as_kept(columns))
     if is_compared:
         change.forget_others()
+
+
+def _as_kept(columns: Mapping[str, Tensor]) -> NDArray[Any]:
+    """Rows as ``TableRows`` keeps them: of eight bits, each has its scale behind it."""
+    rows = columns["weight"]
+    if rows.dtype == torch.int8:
+        rows = torch.cat((rows, columns[SCALE].contiguous().view(torch.int8)), 1)
+    elif rows.dtype != torch.float32:
+        rows = rows.view(torch.int16)
+    return np.ascontiguousarray(rows.numpy())
 
 
 def _content(restored: Restored, name: str, change: Change) -> TableContent:

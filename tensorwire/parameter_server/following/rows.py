@@ -28,12 +28,15 @@ from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Ints
 from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.rows.index import Index
 from tensorwire.parameter_server.rows.memory import Column
+from tensorwire.parameter_server.snapshots.quantised import widened
 
 GONE: Final = -2
 """Where an overlay says that an id of the index has no row any more."""
 _NOTHING: Final[Ints] = np.empty(0, np.int64)
 _CHUNK: Final = 4096
 """Entries that are put into the index while readers wait."""
+_BITS: Final = {4: np.int32, 2: np.int16, 1: np.int8}
+_SCALE_BYTES: Final = 4
 _SCAN: Final = 1 << 18
 """Entries of an index that are looked at together."""
 
@@ -151,13 +154,13 @@ class TableRows:
 
     Args:
         dim: columns of a row.
-        dtype: float32, bfloat16 or float16: the rows as they are kept.
+        dtype: float32, bfloat16, float16, or int8 with a scale: the rows as they are kept.
     """
 
     def __init__(self, dim: int, dtype: torch.dtype) -> None:
         self.dim = dim
         self.dtype = dtype
-        self._column = Column(np.float32 if dtype == torch.float32 else np.int16, dim)
+        self._column = _column_for(dim, dtype)
         self._index = Index(kernels())
         self._gate = Gate()
         self._end = 0
@@ -168,7 +171,8 @@ class TableRows:
     @property
     def bytes(self) -> int:
         """The bytes that rows and index take, without overlays."""
-        return self._end * self.dim * self._column.dtype.itemsize + self._index.bytes
+        width = self._column.width * self._column.dtype.itemsize
+        return self._end * width + self._index.bytes
 
     def find(self, ids: Ints) -> Ints:
         """Where the index says that the row of each id is."""
@@ -182,12 +186,16 @@ class TableRows:
             source, k = self._column.rows, kernels()
             divide(len(places), out.nbytes, lambda a, b: k.gather(source, places[a:b], out[a:b]))
             return torch.from_numpy(out)
+        if self.dtype == torch.int8:
+            packed = torch.from_numpy(self._column.rows[np.maximum(places, 0)])
+            scale = packed[:, self.dim :].contiguous().view(torch.float32)
+            return widened(packed[:, : self.dim], scale)
         halves = torch.from_numpy(self._column.rows).view(self.dtype)
         return halves.index_select(0, torch.from_numpy(places).clamp_min(0)).float()
 
     def are_equal(self, places: Ints, rows: NDArray[Any]) -> NDArray[np.bool_]:
         """Says of each place whether the row there has the bits of another."""
-        bits = np.int32 if self._column.dtype == np.float32 else np.int16
+        bits = _BITS[self._column.dtype.itemsize]
         mine = self._column.rows[places].view(bits)
         return np.asarray((mine == rows.view(bits)).all(1))
 
@@ -379,6 +387,12 @@ class Change:
         """Leaves everything as it was before."""
         for each in self._taken:
             self._rows.give_back(each)
+
+
+def _column_for(dim: int, dtype: torch.dtype) -> Column:
+    if dtype == torch.int8:
+        return Column(np.int8, dim + _SCALE_BYTES)
+    return Column(np.float32 if dtype == torch.float32 else np.int16, dim)
 
 
 def _index_of(ids: Ints) -> tuple[Index, Ints]:

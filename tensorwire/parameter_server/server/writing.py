@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +28,7 @@ from tensorwire.parameter_server.snapshots.contents import (
     part_name,
 )
 from tensorwire.parameter_server.snapshots.kept import KeptDense, KeptRule
+from tensorwire.parameter_server.snapshots.quantised import SCALE, quantised
 from tensorwire.parameter_server.snapshots.saved import (
     plain,
     saved_dense,
@@ -112,11 +114,13 @@ def _write_table(
         if rows is None:
             break
         part.add(f"table/{name}/{count}/ids", torch.from_numpy(rows.ids))
-        for column in sorted(columns):
-            values = rows.columns[column]
-            tensor = _tensor(values, column, frozen.spec)
-            rows_as = DTYPES[saved.precision] if column == "weight" else tensor.dtype
-            part.add(f"table/{name}/{count}/{column}", _rounded(tensor, rows_as))
+        kept = {
+            column: _tensor(values, column, frozen.spec)
+            for column, values in rows.columns.items()
+            if column in columns
+        }
+        for column, tensor in sorted(_rounded(kept, saved.precision).items()):
+            part.add(f"table/{name}/{count}/{column}", tensor)
         count += 1
     if frozen.candidates is not None and with_state:
         part.add(f"table/{name}/candidates", torch.from_numpy(np.stack(frozen.candidates)))
@@ -129,12 +133,16 @@ def _tensor(values: Any, column: str, spec: TableSpec) -> Tensor:
     return torch.from_numpy(values)
 
 
-def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of another dtype, the nearest that there are; those beyond it become the largest."""
-    if values.dtype == dtype:
-        return values
+def _rounded(columns: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
+    """Rows of another precision, the nearest that there are; beyond it they become the largest."""
+    rows, dtype = columns["weight"], DTYPES[precision]
+    if rows.dtype == dtype:
+        return dict(columns)
+    if precision is Precision.INT8:
+        whole, scale = quantised(rows)
+        return {**columns, "weight": whole, SCALE: scale}
     most = torch.finfo(dtype).max
-    return values.clamp(-most, most).to(dtype)
+    return {**columns, "weight": rows.clamp(-most, most).to(dtype)}
 
 
 def _write_dense(

@@ -27,6 +27,7 @@ from tensorwire.parameter_server.declarations.rules import Per
 from tensorwire.parameter_server.declarations.spec import Precision
 from tensorwire.parameter_server.errors import SnapshotError
 from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.snapshots.quantised import SCALE
 from tensorwire.parameter_server.snapshots.saved import (
     Saved,
     SavedDense,
@@ -44,6 +45,7 @@ DTYPES: Final[Mapping[Precision, torch.dtype]] = {
     Precision.FLOAT32: torch.float32,
     Precision.BFLOAT16: torch.bfloat16,
     Precision.FLOAT16: torch.float16,
+    Precision.INT8: torch.int8,
 }
 """The dtype in which rows of each precision are written."""
 
@@ -122,6 +124,7 @@ class Restored:
         counts: by trainer, how many of its pushes are in it.
         shards: what each shard wrote.
         described: each table and dense group by name.
+        coarse: tables whose rows were written with eight bits.
 
     Raises:
         CheckpointError: it is no snapshot of a parameter server, or damaged.
@@ -145,6 +148,7 @@ class Restored:
             owners = {each.shard for each in self.shards}
             require(owners.issuperset(self.shards[0].slots), "each slot is in a part")
             self.described = self._described()
+            self.coarse: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, folder: str | Path) -> Restored:
@@ -322,6 +326,8 @@ def require_different(name: str, ids: Any) -> None:
 def columns_of(saved: SavedTable) -> dict[str, tuple[int, torch.dtype]]:
     """The columns of a table, with width and dtype."""
     found = {"ids": (1, torch.int64), "weight": (saved.dim, DTYPES[saved.precision])}
+    if saved.precision is Precision.INT8:
+        found[SCALE] = (1, torch.float32)
     for name, per in saved.state.items():
         found[f"state.{name}"] = (saved.dim if per is Per.COLUMN else 1, torch.float32)
     if saved.evict is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tensorwire.checkpoint import Checkpoint
 from tensorwire.checkpoint.chain import ABOUT, Chain, Version, read_version, version_folders
+from tensorwire.parameter_server.declarations.spec import Precision
 from tensorwire.parameter_server.errors import SnapshotError
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.rows.index import Index
@@ -27,7 +29,8 @@ from tensorwire.parameter_server.snapshots.contents import (
     columns_of,
     part_name,
 )
-from tensorwire.parameter_server.snapshots.saved import SavedTable, require, typed
+from tensorwire.parameter_server.snapshots.quantised import SCALE, widened
+from tensorwire.parameter_server.snapshots.saved import Saved, SavedTable, require, typed
 
 
 def about_version(
@@ -104,6 +107,8 @@ def content_of(folder: Path, about: Mapping[str, Any]) -> Restored:
 class Replayed(Restored):
     """A base with the deltas after it: as a snapshot of the last one's cut.
 
+    Rows of ``Precision.INT8`` are float32 here.
+
     Args:
         versions: the contents of the base and of all deltas up to the last one, in order.
 
@@ -117,6 +122,8 @@ class Replayed(Restored):
         for version in versions[:-1]:
             for name, saved in version.described.items():
                 self._require_alike(name, saved, version.folder)
+        as_kept, self.described = self.described, {n: _wide(s) for n, s in self.described.items()}
+        self.coarse = tuple(n for n, saved in as_kept.items() if saved is not self.described[n])
 
     def _require_alike(self, name: str, saved: Any, folder: str) -> None:
         mine = self.described.get(name)
@@ -138,6 +145,15 @@ class Replayed(Restored):
                 own = columns["ids"].numpy()
                 ids.append(own)
                 fresh = seen.find(own) < 0
-                yield about, {column: values[fresh] for column, values in columns.items()}
+                found = {column: values[fresh] for column, values in columns.items()}
+                if SCALE in found:
+                    found["weight"] = widened(found["weight"], found.pop(SCALE))
+                yield about, found
             for each in (*ids, *version.gone(name)) if version is not self._versions[0] else ():
                 seen.upsert(each)
+
+
+def _wide(saved: Saved) -> Saved:
+    if isinstance(saved, SavedTable) and saved.precision is Precision.INT8:
+        return replace(saved, precision=Precision.FLOAT32)
+    return saved

@@ -18,6 +18,7 @@ from tensorwire.checkpoint import NotSavedError
 from tensorwire.checkpoint.chain import Chain, Kind
 from tensorwire.parameter_server.client import publishing
 from tensorwire.parameter_server.decisions import tasks
+from tensorwire.parameter_server.following.command import compact
 from tensorwire.parameter_server.reading import read_dense
 from tests import waiting
 from tests.tensorwire.checkpoint.folders import flip
@@ -187,6 +188,39 @@ def test_rows_for_serving_are_rounded_to_the_nearest(tmp_path: Path) -> None:
         assert torch.equal(rows, wanted.half())
 
     train([go])
+
+
+def test_rows_for_serving_may_be_of_eight_bits_with_a_scale_each(tmp_path: Path) -> None:
+    ids, eight = torch.arange(200), ps.Precision.INT8
+
+    def go() -> Tensor:
+        cluster = ps.connect(["ps0", "ps1"])
+        items = cluster.table("items", 16, ps.SGD(lr=1.0))
+        with pytest.raises(ValueError, match=r"precision=.*INT8 rounds rows"):
+            cluster.publish(tmp_path / "exact", ps.Steps(1), state=True, precision=eight)
+        with pytest.raises(ValueError, match=r"precision=.*INT8 is for rows that are published"):
+            cluster.table("others", 16, ps.SGD(lr=1.0), precision=eight)
+        items.push(ids, torch.randn(200, 16, generator=torch.Generator().manual_seed(0)))
+        published = cluster.publish(tmp_path / "chain", ps.Steps(1), precision=eight)
+        published.wait()
+        items.push(ids[:50], torch.randn(50, 16, generator=torch.Generator().manual_seed(1)))
+        published.wait()
+        with pytest.raises(ps.SnapshotError, match=r"precision=INT8, for readers: rows of items"):
+            ps.connect(["ps0", "ps1"], name="another", restore=tmp_path / "chain")
+        return items.pull(ids)
+
+    (rows,) = train([go], servers=2)
+    assert _kinds(tmp_path / "chain") == [Kind.BASE, Kind.DELTA]
+    found, read = ps.read(tmp_path / "chain", "items")
+    assert torch.equal(found, ids)
+    most = rows.abs().amax(1, keepdim=True)
+    assert bool(((read - rows).abs() <= most / 254 * (1 + 1e-5)).all())
+    assert not torch.equal(read, rows)
+    with ps.follow(tmp_path / "chain") as model:
+        assert torch.equal(model.table("items").pull(ids), read)
+        assert torch.equal(model.table("items").pull(torch.tensor([999])), torch.zeros(1, 16))
+    compact(Chain.open(tmp_path / "chain"), tmp_path / "whole")
+    assert torch.equal(ps.read(tmp_path / "whole", "items")[1], read)
 
 
 def test_what_a_full_disk_did_not_take_is_in_the_next_version(
