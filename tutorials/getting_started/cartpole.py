@@ -1,23 +1,25 @@
 """One agent learns to balance a pole from many observers that play for it.
 
-Each observer owns a CartPole environment of gymnasium. The agent owns the policy.
-A step of a game:
+Each observer owns a CartPole environment of gymnasium and a copy of the policy. The
+agent improves the policy and publishes its weights, which the observers follow:
 
-    observer                                  agent
-    state    ── rpc_sync: choose ───────────▶ policy(state), draws an action
-    env.step ◀── action ─────────────────────
+    agent                                     observer
+    learn, publish.update ── files ─────────▶ follow.load_into(its policy)
+    play ── rpc_async ──────────────────────▶ policy(state), env.step, again and again
+    games ◀──────────────────────────────────
 
 An observer keeps what happened in its games and returns it when its share of a round
-is played; the agent then improves the policy (by proximal policy optimization, PPO)
-and starts the next round. It ends when the mean return of 100 games in a row reaches
-the environment's own threshold for "solved", 475 of at most 500 steps.
+is played; the agent then improves the policy (by proximal policy optimization, PPO),
+publishes it as the next version, and starts the next round. It ends when the mean
+return of 100 games in a row reaches the environment's own threshold for "solved",
+475 of at most 500 steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import threading
+import tempfile
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import rpc
+from tensorwire import checkpoint
 from tutorials import pictures, taking_part
 
 _ENVIRONMENT = "CartPole-v1"
@@ -36,6 +39,7 @@ _DISCOUNT = 0.99
 _TRACE_DECAY = 0.95  # of generalized advantage estimation
 _CLIP = 0.2
 _GAMES_TO_JUDGE = 100
+_SECONDS_TO_FOLLOW = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +64,28 @@ class Games:
 class Observer:
     """Plays games. Lives on its own worker, made there by the agent's call."""
 
-    def __init__(self, agent: rpc.RRef[Agent], seed: int) -> None:
-        self._agent: Any = agent  # the methods of its proxies are the agent's own
+    def __init__(self, weights: str, seed: int) -> None:
+        self._weights = checkpoint.follow(weights, interval=0.01)
+        self._policy = _network(outputs=2)
+        self._dice = torch.Generator().manual_seed(seed)
         self._environment: Any = gymnasium.make(_ENVIRONMENT)
         self._state, _ = self._environment.reset(seed=seed)
         self._return = 0.0
 
-    def play(self, steps: int) -> Games:
-        """Play that many steps, going on with the game where the last call left it."""
+    def play(self, version: int, steps: int) -> Games:
+        """Play that many steps, going on with the game where the last call left it.
+
+        Args:
+            version: of the policy that is played, which was published before this call.
+            steps: how many.
+        """
+        self._weights.wait_for(version=version, timeout=_SECONDS_TO_FOLLOW)
+        self._weights.load_into(self._policy)
         states, actions, ends, cuts = [], [], [], []
         returns = []
         for _ in range(steps):
             state = torch.from_numpy(self._state)
-            action = self._agent.rpc_sync().choose(state)
+            action = self._choose(state)
             self._state, reward, lost, timed_out, _ = self._environment.step(action)
             self._return += float(reward)
             states.append(state)
@@ -89,23 +102,24 @@ class Observer:
             returns,
         )  # fmt: skip
 
-
-class Agent:
-    """Owns the policy: chooses actions for all observers, and learns from their games."""
-
-    def __init__(self) -> None:
-        self._policy = _network(outputs=2)
-        self._value = _network(outputs=1)
-        parameters = [*self._policy.parameters(), *self._value.parameters()]
-        self._optimizer = torch.optim.Adam(parameters, lr=1e-3)
-        self._dice_lock = threading.Lock()
-
-    def choose(self, state: Tensor) -> int:
-        """Draw an action. Called by all observers, several at a time."""
+    def _choose(self, state: Tensor) -> int:
         with torch.no_grad():
             chance_of_right = self._policy(state).softmax(dim=0)[1]
-        with self._dice_lock:
-            return int(torch.rand(()) < chance_of_right)
+        return int(torch.rand((), generator=self._dice) < chance_of_right)
+
+    def close(self) -> None:
+        """Follow the weights no more."""
+        self._weights.close()
+
+
+class Agent:
+    """Owns the policy and learns from the observers' games."""
+
+    def __init__(self) -> None:
+        self.policy = _network(outputs=2)
+        self._value = _network(outputs=1)
+        parameters = [*self.policy.parameters(), *self._value.parameters()]
+        self._optimizer = torch.optim.Adam(parameters, lr=1e-3)
 
     def learn(self, games: Sequence[Games]) -> None:
         """Improve the policy by what happened in a round."""
@@ -128,7 +142,7 @@ class Agent:
                 self._optimizer.step()
 
     def _log_chances(self, states: Tensor, actions: Tensor) -> Tensor:
-        scores: Tensor = self._policy(states).log_softmax(dim=1)
+        scores: Tensor = self.policy(states).log_softmax(dim=1)
         return scores.gather(1, actions.unsqueeze(1)).squeeze(1)
 
     def _advantages(self, games: Games) -> Tensor:
@@ -157,21 +171,37 @@ def _network(outputs: int) -> nn.Module:
 def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     """Play rounds and learn from them until the game is solved; runs on the agent."""
     agent = Agent()
-    reference = rpc.RRef(agent)
-    observers: list[Any] = [
-        rpc.remote(worker, Observer, args=(reference, options.seed * 1000 + rank))
-        for rank, worker in enumerate(workers[1:])
-    ]
+    with (
+        tempfile.TemporaryDirectory() as weights,
+        checkpoint.publish({"policy": agent.policy}, weights) as publishing,
+    ):
+        observers: list[Any] = [  # references whose methods are those of an observer
+            rpc.remote(worker, Observer, args=(weights, options.seed * 1000 + rank))
+            for rank, worker in enumerate(workers[1:])
+        ]
+        _learn(options, agent, publishing, observers)
+        for each in observers:
+            each.rpc_sync().close()
+
+
+def _learn(
+    options: argparse.Namespace,
+    agent: Agent,
+    publishing: checkpoint.Publishing,
+    observers: Sequence[Any],
+) -> None:
     solved_at = float(gymnasium.spec(_ENVIRONMENT).reward_threshold or 0.0)
     print(f"1 agent, {len(observers)} observers, backend {options.backend}", flush=True)
     returns: list[float] = []
     last = deque[float](maxlen=_GAMES_TO_JUDGE)
+    version = 0  # the first one
     bar = tqdm(total=options.rounds, unit=" rounds", disable=None)
     for number in range(1, options.rounds + 1):
         # All observers play at the same time; each call lasts as long as its share.
-        shares = [each.rpc_async(timeout=0).play(options.steps) for each in observers]
+        shares = [each.rpc_async(timeout=0).play(version, options.steps) for each in observers]
         games = torch.futures.wait_all(shares)
         agent.learn(games)
+        version = publishing.update(number).number
         returns += [value for each in games for value in each.returns]
         last.extend(value for each in games for value in each.returns)
         mean = sum(last) / len(last) if last else 0.0
