@@ -143,7 +143,7 @@ class Coordinator(Publishing):
         elif isinstance(what, orders.Leave):
             self._begin(self._leave(request, what), request=request)
         elif isinstance(what, orders.Announce):
-            self._begin(self._declare(request, what), request=request)
+            self._line_up(lambda: self._declare(request, what), request)
         elif isinstance(what, orders.Arrive):
             self._note_living(what.server)
             self._begin(self._add_server(request, what.server), request=request)
@@ -383,7 +383,11 @@ class Coordinator(Publishing):
         return views.without_trainers(view, gone) if gone else view
 
     def _declare(self, request: int, what: orders.Announce) -> Steps:
-        """The first to declare a name says what it is."""
+        """The first to declare a name says what it is.
+
+        Not while rows move: a shard that hears of it before it moves would expect parameters from
+        one that hears of it afterwards.
+        """
         yield Edit(lambda view: _with_declared(view, what))
         yield self._to_all(orders.Declare(what.name, self.view.declared[what.name]))
         self._effects.append(Reply(request, self.view.declared[what.name]))
@@ -399,8 +403,7 @@ class Coordinator(Publishing):
     # --- servers
 
     def _drop_server(self, server: Server) -> Steps:
-        if server in views.servers_of(self.view):
-            yield Majority(frozenset([server]))
+        yield Majority(frozenset([server]))
         yield Edit(lambda view: _without_server(view, server))
         if _lost_shards(self.view):
             self._begin_again()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions import orders, views
 from tensorwire.parameter_server.decisions.quorum import Electorate
 from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
 
@@ -188,7 +188,8 @@ class Majority:
     """The votes of so many servers that these lives are over that no others can decide otherwise.
 
     They are asked for when this is waited for: what was heard before may have been heard before
-    this server slept.
+    this server slept. They are those of the view that an ``Edit`` behind this changes. None are
+    needed if it names none of these lives, and this server coordinates.
     """
 
     suspects: frozenset[Server]
@@ -440,16 +441,25 @@ class Tasks:
         self._count_votes()
 
     def _count_votes(self) -> None:
-        """Resumes who waits for a majority that is there."""
+        """Resumes who waits for a majority that is there.
+
+        Not while a view is on its way to the store: it may name others, who have a vote, too.
+        """
         for poll in list(self._polls):
             electorate = Electorate(self.view, self._over, poll.suspects)
             if poll not in self._polls:
                 continue  # the task before it has ended all others
-            if electorate.is_enough({*poll.answered, self._me}):
+            if not (self._needs_no_votes(poll) or electorate.is_enough({*poll.answered, self._me})):
+                self._ask_for_votes(poll, electorate)
+            elif self._storing is None:
                 self._polls.remove(poll)
                 self._resume(poll.task, None)
-            else:
-                self._ask_for_votes(poll, electorate)
+
+    def _needs_no_votes(self, poll: _Poll) -> bool:
+        """True if this server coordinates already, and the view names none of the suspects."""
+        trainers = {Server(t.client.name, t.client.incarnation) for t in self.view.trainers}
+        named = views.servers_of(self.view) | trainers
+        return self.view.coordinator == self._me and poll.suspects.isdisjoint(named)
 
     def _ask_for_votes(self, poll: _Poll, electorate: Electorate) -> None:
         agreeing = {self._me, *poll.answered}

@@ -50,6 +50,8 @@ class Played:
 
     Attributes:
         failed: by request that was not granted, the reason.
+        stores: views that are on their way to the store; None if each is stored at once.
+        unheard: orders that no shard answers, by the number of what was asked; None if each is.
     """
 
     def __init__(self, me: Server, view: View, lost: tuple[Server, ...] = ()) -> None:
@@ -57,6 +59,8 @@ class Played:
         self.polls: list[Ask] = []
         self.failed: dict[int, str] = {}
         self.given: list[orders.Order] = []
+        self.stores: deque[View] | None = None
+        self.unheard: dict[int, Tell] | None = None
         living = set(view.servers) - set(lost)
         here = [each.number for each in view.trainers]
         self.coordinator = Coordinator(me, view, living, (), here)
@@ -67,9 +71,13 @@ class Played:
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
-            if isinstance(effect, Store):
+            if isinstance(effect, Store) and self.stores is not None:
+                self.stores.append(effect.view)
+            elif isinstance(effect, Store):
                 self.view = effect.view
                 queue.extend(self.coordinator.stored(effect.view, True))
+            elif isinstance(effect, Tell) and self.unheard is not None:
+                self.unheard[effect.ask] = effect
             elif isinstance(effect, Tell):
                 answer = self.answer(effect.order)
                 queue.extend(self.coordinator.answered(effect.ask, answer, effect.to))
@@ -89,6 +97,17 @@ class Played:
         counts = {each.number: 0 for each in self.view.trainers}
         status = Status(counts, 0, self.view.epoch, None, None, True, frozenset())
         return status if isinstance(order, orders.Query | orders.Hold) else None
+
+    def store(self) -> None:
+        """The view that is on its way to the store arrives."""
+        assert self.stores is not None
+        self.view = self.stores.popleft()
+        self.do(self.coordinator.stored(self.view, True))
+
+    def hear(self) -> None:
+        """Shards hear of all orders, from now on at once."""
+        unheard, self.unheard = self.unheard or {}, None
+        self.do(list(unheard.values()))
 
     def vote(self, voter: Server, *suspects: Server) -> None:
         """Somebody agrees that these are lost, as it was asked."""
@@ -251,3 +270,55 @@ def test_samples_are_counted_from_the_start_in_a_snapshot_that_knows_none_of_the
     played.vote(PS2, PS1)
     assert played.view.generation == 1
     assert beginnings.beginning(played.view).accounts == {"a": Account()}
+
+
+def test_votes_are_counted_in_the_view_that_takes_somebody_out() -> None:
+    """Here ps2 is named meanwhile: of three servers, one cannot take another out."""
+    alone = replace(views.first(SERVERS[:2], 1, {}), snapshot=Snapshot("folder", {}, 0))
+    played = Played(PS0, alone)
+    played.stores = deque()
+    played.do(played.coordinator.asked(1, orders.Arrive(PS2)))
+    played.do(played.coordinator.server_lost(PS1))
+    played.store()
+    assert played.view.servers == (PS0, PS1, PS2)
+    assert not played.stores
+    played.vote(PS2, PS1)
+    played.store()
+    assert played.view.servers == (PS0, PS2)
+
+
+def test_a_server_that_is_lost_while_the_view_that_names_it_is_stored_is_voted_on() -> None:
+    played = Played(PS0, view(3))
+    played.stores = deque()
+    played.do(played.coordinator.server_came(PS3))
+    played.do(played.coordinator.asked(1, orders.Resize((PS0, PS1, PS2, PS3))))
+    played.do(played.coordinator.server_lost(PS3))
+    assert not played.polls
+    played.store()
+    assert PS3 in views.keepers(played.view)
+    assert {poll.to for poll in played.polls} == {PS1, PS2}
+    played.stores.clear()  # other views of the resize
+    played.vote(PS1, PS3)
+    assert not played.stores
+    played.vote(PS2, PS3)
+    assert PS3 not in views.servers_of(played.stores[0])
+
+
+def test_a_server_that_no_view_names_is_forgotten_without_a_vote() -> None:
+    played = Played(PS0, view(3))
+    played.do(played.coordinator.server_came(PS3))
+    played.do(played.coordinator.server_lost(PS3))
+    assert not played.polls
+
+
+def test_nothing_is_declared_while_rows_move() -> None:
+    """A shard that knows it before it moves expects parts from one that knows it afterwards."""
+    played = Played(PS0, view(3))
+    played.unheard = {}
+    played.do(played.coordinator.asked(1, orders.Resize((PS0, PS1))))
+    played.do(played.coordinator.asked(2, orders.Announce("net", "a dense group")))
+    told = {type(tell.order) for tell in played.unheard.values()}
+    assert told == {orders.Query}
+    assert "net" not in played.view.declared
+    played.hear()
+    assert played.view.declared == {"net": "a dense group"}

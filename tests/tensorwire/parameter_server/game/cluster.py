@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions.leases import LEASE
 from tensorwire.parameter_server.decisions.lives import Latest
 from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.decisions.samples import Batches
@@ -386,6 +387,8 @@ class Game:
             self.now += SECONDS_PER_TURN
             if self.over():
                 self.drain()
+                self.renew_leases()
+                self.drain()
                 self.rules.check_end()
                 return turn
             if r.random() < 0.02:
@@ -425,6 +428,13 @@ class Game:
             else:
                 self.idle()
         raise Broken(f"it is never quiet: {self.plan}; {self.describe()}")
+
+    def renew_leases(self) -> None:
+        """Somebody looks at each shard: what its head has heard goes with the next record."""
+        self.now += 2 * LEASE
+        for process in self.servers:
+            for number, replica in list(process.replicas.items()):
+                process.carry_out(number, replica.looked_at(self.time_of(process))[1])
 
     def is_whole(self) -> bool:
         heads = [shard.head for shard in self.view.shards if shard.chain]

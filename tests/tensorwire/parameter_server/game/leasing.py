@@ -33,11 +33,6 @@ class Leasing:
 
     def forget(self) -> None:
         """Nothing that it was given is its own any more."""
-        if self._deal != _UNKNOWN:
-            self._game.late |= {
-                key for key, batches in self._game.batches.items()
-                if key[0] == self._trainer.number and batches and batches.deal == self._deal
-            }  # fmt: skip
         self._batches, self._deal, self._deals = [], _UNKNOWN, _UNKNOWN
 
     def train(self) -> None:
@@ -46,7 +41,7 @@ class Leasing:
         if self._deals not in (_UNKNOWN, trainer.deals_heard) and dice.random() < 0.9:
             self.forget()  # else it has not looked at what it heard
         if dice.random() < 0.03:
-            self._batches, self._deal, self._deals = [], _UNKNOWN, _UNKNOWN
+            self.forget()
         if self._batches:
             few = self._batches[: dice.choice([1, 1, 1, 2])]
             del self._batches[: len(few)]

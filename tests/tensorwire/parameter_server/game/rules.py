@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tensorwire.parameter_server.decisions import views
@@ -149,13 +150,33 @@ class Rules:
             for trainer, count in snapshot.counts.items():
                 if trainer in lost:
                     continue
-                late = {n for who, n in self.game.late if who == trainer}
+                late = self.late(trainer, snapshot.accounts)
                 numbers = sorted(n for who, n in seen if who == trainer and n not in late)
                 sent = [n for (who, n), kind in self.game.kinds.items()
                         if who == trainer and kind is PushKind.UPDATE
                         and n < count and n not in late]  # fmt: skip
                 if numbers != sorted(sent) and not self.game.rolled:
                     raise Broken(f"snapshot: id {each} has {numbers} of {trainer}, not {sent}")
+
+    def late(self, trainer: int, accounts: Mapping[str, Account]) -> set[int]:
+        """The pushes of a trainer that need not count.
+
+        Under SSP and async those of leases that have ended are among them: their batches are given
+        out again, and ``check_samples`` holds that each moved every row once.
+        """
+        late = {n for who, n in self.game.late if who == trainer}
+        if SAMPLER in accounts and not isinstance(self.game.plan.consistency, BSP):
+            deal = accounts[SAMPLER].deal.number
+            late |= {n for (who, n), batches in self.game.batches.items()
+                     if who == trainer and batches is not None and batches.deal < deal}  # fmt: skip
+        return late
+
+    def accounts(self) -> Mapping[str, Account]:
+        """The accounts of samples of a head."""
+        shard = self.game.view.shards[0]
+        process = self.game.living[shard.head]
+        assert isinstance(process, ServerProcess)
+        return process.replicas[shard.number].clock.accounts
 
     def number_of(self, life: Server) -> int:
         trainer = self.game.view.trainer(Client(life.name, life.incarnation))
@@ -197,7 +218,7 @@ class Rules:
             if any(count > 1 for count in seen.values()):
                 raise Broken(f"id {each} got a push twice: {seen}")
             for trainer in self.game.trainers:
-                late = {n for who, n in self.game.late if who == trainer.number}
+                late = self.late(trainer.number, self.accounts())
                 sent = {n for (who, n), kind in self.game.kinds.items()
                         if who == trainer.number and kind is PushKind.UPDATE} - late  # fmt: skip
                 numbers = {n for who, n in seen if who == trainer.number} - late
@@ -225,10 +246,19 @@ class Rules:
             seen = Counter(number for b in batches if b is not None for number in b.numbers)
             if any(count > 1 for count in seen.values()):
                 raise Broken(f"id {each} was moved twice by a batch: {seen}")
-            empty = {n for pair, b in self.game.batches.items() if b is not None
-                     and self.game.kinds.get(pair) is PushKind.SKIP for n in b.numbers}  # fmt: skip
+            empty = self.trained_without_gradients()
             if not set(seen) <= done or not done - set(seen) <= empty:
                 raise Broken(f"id {each} was moved by batches {sorted(seen)}, not {sorted(done)}")
+
+    def trained_without_gradients(self) -> set[int]:
+        """The batches whose last push, of all deals that gave them out, had no gradients."""
+        last: dict[int, int] = {}
+        for batches in filter(None, self.game.batches.values()):
+            for number in batches.numbers:
+                last[number] = max(batches.deal, last.get(number, 0))
+        return {n for pair, each in self.game.batches.items() if each is not None
+                and self.game.kinds.get(pair) is PushKind.SKIP
+                for n in each.numbers if self.game.rolled or each.deal == last[n]}  # fmt: skip
 
     def check_all_trained(self, rows: dict[int, History]) -> None:
         """At the end every batch was trained."""

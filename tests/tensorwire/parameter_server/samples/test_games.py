@@ -23,3 +23,18 @@ def test_every_batch_counts_once_whatever_happens(
 ) -> None:
     for seed in range(chunk * _SEEDS_EACH, (chunk + 1) * _SEEDS_EACH):
         check_game(seed, plan_of)
+
+
+_LEASES_THAT_BROKE = {
+    "pushes of leases that a resize ends": (6448, 16913),
+    "a backup that lacks news of other shards": (7927,),
+    "a dense group declared while rows move": (15046,),
+    "a server named while it is lost": (9762, 12754),
+    "a trainer dismissed by who is alone no longer": (10221,),
+}
+
+
+@pytest.mark.parametrize("seeds", _LEASES_THAT_BROKE.values(), ids=_LEASES_THAT_BROKE)
+def test_what_broke_a_game_once_breaks_none(seeds: tuple[int, ...]) -> None:
+    for seed in seeds:
+        check_game(seed, draw_plan_with_leases)

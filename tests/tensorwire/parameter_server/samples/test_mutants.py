@@ -108,11 +108,11 @@ def _forgets_nothing_for_who_begins_again(patch: pytest.MonkeyPatch) -> None:
 
 
 _FIRST = {
-    _takes_batches_that_were_given_out_again: 21,
+    _takes_batches_that_were_given_out_again: 10,
     _gives_nothing_out_again: 0,
     _deals_whenever_somebody_joins: 0,
     _counts_no_empty_pushes: 21,
-    _copies_no_account_to_a_backup: 270,
+    _copies_no_account_to_a_backup: 55,
     _moves_no_account_to_a_new_shard: 0,
     _saves_the_account_as_it_is_now: 11,
 }
@@ -123,8 +123,8 @@ _FIRST_ON_LEASE = {
     _keeps_the_leases_of_the_lost: 4,
     _keeps_leases_when_rows_move: 28,
     _takes_pushes_of_leases_that_ended: 28,
-    _takes_batches_that_were_given_out_again: 28,
-    _leases_again_for_a_request_that_comes_again: 60,
+    _takes_batches_that_were_given_out_again: 300,
+    _leases_again_for_a_request_that_comes_again: 18,
     _tells_who_begins_again_before_its_pushes_are_taken: 24,
     _forgets_nothing_for_who_begins_again: 9,
 }
