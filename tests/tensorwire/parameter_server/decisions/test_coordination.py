@@ -10,9 +10,11 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tensorwire.parameter_server.decisions import beginnings, orders, views
 from tensorwire.parameter_server.decisions.coordination import Coordinator
-from tensorwire.parameter_server.decisions.pushes import Status
+from tensorwire.parameter_server.decisions.pushes import Cut, Status
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.tasks import (
     Alarm,
@@ -322,3 +324,22 @@ def test_nothing_is_declared_while_rows_move() -> None:
     assert "net" not in played.view.declared
     played.hear()
     assert played.view.declared == {"net": "a dense group"}
+
+
+@pytest.mark.parametrize("was_told", [True, False])
+def test_who_takes_over_finishes_a_cut_that_some_shard_was_told(was_told: bool) -> None:
+    """That shard may have passed it. A cut that none was told is given up."""
+    with_backups = replace(view(3), backups=1, shards=views.first(SERVERS[:3], 1, {}).shards)
+    played = Played(PS1, with_backups, lost=(PS0,))
+    played.unheard = {}
+    played.vote(PS2, PS0)
+    cut = Cut(5, {})
+    for ask, tell in list(played.unheard.items()):
+        assert tell.order == orders.Query()
+        passed = Status({}, 0, 0, None, cut, True, frozenset())
+        holds = Status({}, 0, 0, cut.change, None, True, frozenset())
+        answer = passed if was_told and tell.shard == 0 else holds
+        played.do(played.coordinator.answered(ask, answer, tell.to))
+    told = {each.shard: each.order for each in played.unheard.values() if each.ask > ask}
+    follow = orders.Go(cut) if was_told else orders.Release(cut.change)
+    assert told == dict.fromkeys([1, 2] if was_told else [0, 1, 2], follow)

@@ -89,6 +89,14 @@ def draw_plan(seed: int) -> Plan:
     )
 
 
+def calm(plan: Plan) -> Plan:
+    """The plan without whatever goes wrong; for tests that add what one mistake needs."""
+    return replace(
+        plan, kills=0, trainer_kills=0, snapshots=0, resizes=0, naps=0,
+        zombies=False, newcomers=False, stranger=False, publishes=False,
+    )  # fmt: skip
+
+
 def draw_plan_with_samples(seed: int) -> Plan:
     """The plan of a seed in which the samples are counted, under BSP."""
     r = random.Random(f"samples {seed}")

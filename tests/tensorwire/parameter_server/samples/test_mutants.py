@@ -18,6 +18,7 @@ from tensorwire.parameter_server.decisions.samples import Account
 from tests.tensorwire.parameter_server.game import check_game, cluster
 from tests.tensorwire.parameter_server.game.plans import (
     Plan,
+    calm,
     draw_plan_with_leases,
     draw_plan_with_samples,
 )
@@ -108,32 +109,64 @@ def _forgets_nothing_for_who_begins_again(patch: pytest.MonkeyPatch) -> None:
 
 
 _FIRST = {
-    _takes_batches_that_were_given_out_again: 10,
     _gives_nothing_out_again: 0,
     _deals_whenever_somebody_joins: 0,
     _counts_no_empty_pushes: 21,
-    _copies_no_account_to_a_backup: 55,
     _moves_no_account_to_a_new_shard: 0,
     _saves_the_account_as_it_is_now: 11,
 }
 """The seed to begin with, as few games find some of them."""
 
+
+def _dying_heads(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_samples(seed)), servers=3, spare=2, backups=1, trainers=2)
+    return replace(plan, kills=3, batches=60)
+
+
+def _dying_heads_and_trainers(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_samples(seed)), servers=2, backups=1, trainers=3)
+    return replace(plan, kills=3, trainer_kills=3, batches=40)
+
+
+def _moving(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_leases(seed)), servers=2, spare=2, trainers=3)
+    return replace(plan, resizes=3, batches=40)
+
+
+def _slow(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_leases(seed)), servers=2, trainers=3)
+    return replace(plan, slow_pushes=True, batches=40)
+
+
+def _dying_trainers(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_leases(seed)), servers=3, trainers=3, batches=40)
+    return replace(plan, trainer_kills=3, slow_pushes=True)
+
+
+_PLANS: dict[Any, Callable[[int], Plan]] = {
+    _copies_no_account_to_a_backup: _dying_heads,
+    _takes_batches_that_were_given_out_again: _dying_heads_and_trainers,
+}
+"""The games in which many seeds find what few of all games find."""
+
 _FIRST_ON_LEASE = {
-    _takes_pushes_that_some_shard_lacks: 13,
-    _keeps_the_leases_of_the_lost: 4,
-    _keeps_leases_when_rows_move: 28,
-    _takes_pushes_of_leases_that_ended: 28,
-    _takes_batches_that_were_given_out_again: 300,
     _leases_again_for_a_request_that_comes_again: 18,
-    _tells_who_begins_again_before_its_pushes_are_taken: 24,
     _forgets_nothing_for_who_begins_again: 9,
 }
-"""The same in games under SSP and async."""
+"""The seed to begin with, in games under SSP and async."""
+
+_PLANS_ON_LEASE: dict[Any, Callable[[int], Plan]] = {
+    _takes_pushes_that_some_shard_lacks: _dying_trainers,
+    _keeps_the_leases_of_the_lost: _dying_trainers,
+    _keeps_leases_when_rows_move: _moving,
+    _takes_pushes_of_leases_that_ended: _moving,
+    _takes_batches_that_were_given_out_again: _moving,
+    _tells_who_begins_again_before_its_pushes_are_taken: _slow,
+}
+"""Games under SSP and async in which many seeds find what few of all find."""
 
 
-def seed_that_finds(
-    mutate: Any, seeds: range, plan_of: Callable[[int], Plan] = draw_plan_with_samples
-) -> int | None:
+def seed_that_finds(mutate: Any, seeds: range, plan_of: Callable[[int], Plan]) -> int | None:
     """The seed of the first game that a mistake does not survive; None if it survives all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "PATIENCE", _TURNS)
@@ -146,13 +179,16 @@ def seed_that_finds(
     return None
 
 
-@pytest.mark.parametrize("mutate", list(_FIRST), ids=lambda each: each.__name__.strip("_"))
+@pytest.mark.parametrize("mutate", [*_FIRST, *_PLANS], ids=lambda each: each.__name__.strip("_"))
 def test_the_game_finds_a_mistake_in_the_account(mutate: Any) -> None:
-    first = _FIRST[mutate]
-    assert seed_that_finds(mutate, range(first, first + 40)) is not None
+    first, plan_of = _FIRST.get(mutate, 0), _PLANS.get(mutate, draw_plan_with_samples)
+    assert seed_that_finds(mutate, range(first, first + 60), plan_of) is not None
 
 
-@pytest.mark.parametrize("mutate", list(_FIRST_ON_LEASE), ids=lambda each: each.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "mutate", [*_FIRST_ON_LEASE, *_PLANS_ON_LEASE], ids=lambda each: each.__name__.strip("_")
+)
 def test_the_game_finds_a_mistake_in_leases(mutate: Any) -> None:
-    first = _FIRST_ON_LEASE[mutate]
-    assert seed_that_finds(mutate, range(first, first + 40), draw_plan_with_leases) is not None
+    first, plan_of = _FIRST_ON_LEASE.get(mutate, 0), _PLANS_ON_LEASE.get(mutate)
+    seeds = range(first, first + 60)
+    assert seed_that_finds(mutate, seeds, plan_of or draw_plan_with_leases) is not None
