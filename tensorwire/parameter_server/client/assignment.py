@@ -1,20 +1,27 @@
 """Finds out which batches of a sampler this trainer is to train.
 
 Under BSP they are a function of the members: nobody is asked but for the account. Under SSP and
-async a trainer takes batches on lease, as many at a time as ``decisions.samples`` says.
+async a trainer takes batches on lease, as many at a time as ``decisions.samples`` says. A static
+assignment asks nobody either: each trainer has every k-th batch.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from rpc import extend
 from tensorwire.parameter_server.decisions.consistency import BSP, Async
 from tensorwire.parameter_server.decisions.samples import Leased
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
+    from tensorwire.parameter_server.declarations.samplers import SamplerSpec
+
+_logger: Final = logging.getLogger("tensorwire")
 
 
 class Assignment(ABC):
@@ -88,7 +95,7 @@ class OnLease(Assignment):
         self._time = leased.time
         self.seen, self.deal = (rollbacks, leased.deals), leased.deal
         if leased.is_done and not self.went_back:
-            self._keep_up()
+            _keep_up(self._cluster, self._time)
             self._cluster.counting.await_trained(self._name, self._window)
         return self._batches(leased), leased.is_done
 
@@ -104,18 +111,84 @@ class OnLease(Assignment):
 
     def wait(self) -> None:
         """Waits a while; does not keep others waiting meanwhile."""
-        self._keep_up()
+        _keep_up(self._cluster, self._time)
         self._cluster.counting.pause()
 
-    def _keep_up(self) -> None:
-        """Makes empty steps under SSP until it is where the fastest is, lest that one waits."""
-        if isinstance(self._cluster.consistency, Async):
-            return
-        while self._cluster.session.trainer.next < self._time:
+
+class Static(Assignment):
+    """Every k-th batch, whoever else is there, but for those that are trained.
+
+    Args:
+        cluster: see :class:`Assignment`.
+        spec: of the sampler.
+        window: see :class:`Assignment`.
+        rank: which of the ``num_replicas`` of the sampler this trainer is.
+    """
+
+    def __init__(
+        self, cluster: Cluster, spec: SamplerSpec, window: tuple[int, int], rank: int
+    ) -> None:
+        super().__init__(cluster, spec.name, window)
+        self._spec, self._rank = spec, rank
+        self._is_bsp = isinstance(cluster.consistency, BSP)
+        self._log: extend.WaitLog | None = None
+
+    def look(self) -> tuple[Iterator[int], bool]:
+        """See :class:`Assignment`."""
+        session = self._cluster.session
+        rollbacks = session.rollbacks
+        account = self._cluster.counting.account_of(self._name)
+        self.seen, self.deal = (rollbacks, session.deals), account.deal.number
+        is_done = account.is_done(*self._window)
+        if self._is_bsp and self._cluster.number not in account.deal.members:
+            return iter(()), is_done  # before its first step: the deal will be another by then
+        if is_done and not self._is_bsp and not self.went_back:
+            self._keep_up()
+            self._cluster.counting.await_trained(self._name, self._window)
+        return account.untrained(self._spec.share(self._rank, *self._window)), is_done
+
+    def wait(self) -> None:
+        """Makes the empty steps for which others wait; says for whose batches it waits."""
+        if self._log is None:
+            self._log = extend.WaitLog(time.monotonic())
+        if self._log.is_due(now := time.monotonic()):
+            _logger.warning(
+                "sampler %r has waited %.0f s for batches of rank %s, which only trainers of that "
+                "rank train",
+                self._name, now - self._log.began, ", ".join(map(str, self._missing())),
+            )  # fmt: skip
+        if self._is_bsp:
             self._cluster.pass_step()
+        else:
+            self._keep_up()
+            self._cluster.counting.pause()
+
+    def _missing(self) -> list[int]:
+        """The ranks that have batches left."""
+        account, spec = self._cluster.counting.account_of(self._name), self._spec
+        left = (account.untrained(spec.share(r, *self._window)) for r in range(spec.num_replicas))
+        return [rank for rank, each in enumerate(left) if next(each, None) is not None]
+
+    def _keep_up(self) -> None:
+        if not isinstance(self._cluster.consistency, Async):
+            nothing = self._window[1], self._window[1]
+            asked = self._cluster.counting.lease(self._name, nothing, is_first=False)
+            _keep_up(self._cluster, asked.time)
 
 
-def assignment(cluster: Cluster, name: str, window: tuple[int, int]) -> Assignment:
-    """The kind that fits the cluster; arguments as of :class:`Assignment`."""
+def _keep_up(cluster: Cluster, fastest: int) -> None:
+    """Makes empty steps under SSP until it is where the fastest is, lest that one waits."""
+    if isinstance(cluster.consistency, Async):
+        return
+    while cluster.session.trainer.next < fastest:
+        cluster.pass_step()
+
+
+def assignment(
+    cluster: Cluster, spec: SamplerSpec, window: tuple[int, int], rank: int
+) -> Assignment:
+    """The kind that fits the sampler and the cluster; arguments as of :class:`Static`."""
+    if spec.num_replicas:
+        return Static(cluster, spec, window, rank)
     kind = Dealt if isinstance(cluster.consistency, BSP) else OnLease
-    return kind(cluster, name, window)
+    return kind(cluster, spec.name, window)

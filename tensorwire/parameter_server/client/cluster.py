@@ -40,6 +40,7 @@ from tensorwire.parameter_server.client.row_fetcher import RowFetcher
 from tensorwire.parameter_server.client.samples import Samples, progress_of
 from tensorwire.parameter_server.client.saving import Saving
 from tensorwire.parameter_server.client.session import Session
+from tensorwire.parameter_server.client.static_share import share_of
 from tensorwire.parameter_server.client.stepper import NanPolicy, Stepper
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.client.tracking import Given
@@ -376,6 +377,9 @@ class Cluster:
         epochs: int = 1,
         drop_last: bool = False,
         name: str = "samples",
+        assignment: str = "dynamic",
+        rank: int | None = None,
+        num_replicas: int | None = None,
     ) -> Samples:
         """A sampler of batches that divides the samples among all trainers, each of which counts
         once, whoever dies, joins or leaves. All who name it must say the same of it.
@@ -393,6 +397,12 @@ class Cluster:
             drop_last: whether the last batch of an epoch is left out if it is smaller than the
                 others. Default no.
             name: unique in the cluster.
+            assignment: ``"dynamic"``, as said above, or ``"static"``: each trainer has every
+                ``num_replicas``-th batch for itself, counted over all epochs. Nobody else trains
+                them, so if it dies the others wait until a trainer of its rank is back.
+            rank: this trainer's, from 0, if the assignment is static. Default ``ROLE_RANK``, which
+                ``rpcrun`` sets.
+            num_replicas: how many there are then. Default ``ROLE_WORLD_SIZE``.
 
         Raises:
             DeclarationError: it is another than before, or than in the snapshot that was restored.
@@ -407,7 +417,9 @@ class Cluster:
                 ...
                 optimizer.step()
         """
-        spec = SamplerSpec(name, length, batch_size, shuffle, seed, epochs, drop_last)
+        share = share_of(assignment, rank, num_replicas)
+        replicas = share.num_replicas
+        spec = SamplerSpec(name, length, batch_size, shuffle, seed, epochs, drop_last, replicas)
         self.join()
         found = SamplerSpec.decode(self.counting.begin(name, spec.encode()))
         differences = spec.differences(found)
@@ -415,7 +427,7 @@ class Cluster:
             raise errors.DeclarationError(
                 f"sampler {name!r} was declared otherwise before: {'; '.join(differences)}"
             )
-        return Samples(self, spec)
+        return Samples(self, spec, share.rank)
 
     def _samples_told(self) -> dict[str, Any]:
         """The progress of each sampler, if the server that keeps the accounts is reached."""

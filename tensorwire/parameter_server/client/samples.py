@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
+from tensorwire.parameter_server.client.assignment import assignment
 from tensorwire.parameter_server.client.permutation import Permutation
 from tensorwire.parameter_server.client.tracking import Tracked
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.declarations.arguments import instance, whole
 from tensorwire.parameter_server.declarations.samplers import SamplerSpec
+from tensorwire.parameter_server.errors import DeclarationError
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
@@ -51,13 +53,15 @@ class Samples(Sampler[list[int]]):
     Args:
         cluster: the cluster.
         spec: what all trainers have agreed about.
+        rank: this trainer's, if the assignment is static.
 
     Attributes:
         spec: likewise.
     """
 
-    def __init__(self, cluster: Cluster, spec: SamplerSpec) -> None:
+    def __init__(self, cluster: Cluster, spec: SamplerSpec, rank: int = 0) -> None:
         self.spec = spec
+        self._rank = rank
         self._cluster = cluster
         self._epoch: int | None = None
         self._tracked: Tracked | None = None
@@ -100,6 +104,52 @@ class Samples(Sampler[list[int]]):
             )
         return _Reading(self._tracked)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was declared, and which batches of all trainers are part of the state now.
+
+        A checkpoint of a program needs it only to be sure: every snapshot of the cluster has the
+        account.
+
+        Returns:
+            Plain data: ``sampler``, the declaration, and ``trained``, runs of the numbers of
+            batches, each as its first and the one behind its last.
+        """
+        account = self._cluster.counting.account_of(self.spec.name)
+        return {"sampler": asdict(self.spec), "trained": [list(each) for each in account.done]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes sure that the cluster is where it was, or further: changes nothing.
+
+        Args:
+            state: of :meth:`state_dict`.
+
+        Raises:
+            DeclarationError: it is of another sampler, or of one that was declared otherwise.
+            ValueError: it is no such state, or the cluster's rows lack batches that were part of
+                them then.
+        """
+        try:
+            saved = SamplerSpec(**state["sampler"])
+            trained = [(int(begin), int(behind)) for begin, behind in state["trained"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"load_state_dict: state={state!r} is not of state_dict() of a sampler"
+            ) from error
+        differences = self.spec.differences(saved)
+        if differences:
+            raise DeclarationError(
+                f"sampler {self.spec.name!r} was declared otherwise when this state was saved: "
+                f"{'; '.join(differences)}"
+            )
+        account = self._cluster.counting.account_of(self.spec.name)
+        lacking = sum(1 for run in trained for _ in account.untrained(range(*run)))
+        if lacking:
+            raise ValueError(
+                f"load_state_dict: {lacking} batches of sampler {self.spec.name!r} that were "
+                "trained when this state was saved are not part of the cluster's rows; restore the "
+                "cluster from a snapshot of that moment or later (ps.connect(restore=...))"
+            )
+
     def track(self, loader: Iterable[Any]) -> Tracked:
         """The batches of a loader, each of which counts as trained with the next push.
 
@@ -127,8 +177,8 @@ class Samples(Sampler[list[int]]):
         if not getattr(loader, "in_order", True):
             raise ValueError("track: the loader was made with in_order=False, so that it is not "
                              "known which batch is which; use in_order=True")  # fmt: skip
-        name = self.spec.name
-        tracked = Tracked(self._cluster, name, loader, self._indices_of, self._window)
+        assigned = assignment(self._cluster, self.spec, self._window, self._rank)
+        tracked = Tracked(self._cluster, self.spec.name, assigned, loader, self._indices_of)
         self._tracked = tracked
         return tracked
 
@@ -183,7 +233,12 @@ def progress_of(spec: SamplerSpec, account: Account) -> Progress:
     """The progress that an account tells of."""
     total = spec.samples_before(spec.batches)
     trained = sum(spec.samples_before(b) - spec.samples_before(a) for a, b in account.done)
-    nexts = [next(account.remaining(who, 0, spec.batches), None) for who in account.deal.members]
+    if spec.num_replicas:
+        shares = [spec.share(rank, 0, spec.batches) for rank in range(spec.num_replicas)]
+        lefts = [account.untrained(share) for share in shares]
+    else:
+        lefts = [account.remaining(who, 0, spec.batches) for who in account.deal.members]
+    nexts = [next(left, None) for left in lefts]
     leased = [number for each in account.leases for run in each.open for number in range(*run)]
     in_flight = sum(spec.place_of(each)[2] for each in [*nexts, *leased] if each is not None)
     behind = account.done[0][1] if account.done and account.done[0][0] == 0 else 0

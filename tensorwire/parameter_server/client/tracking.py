@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from tensorwire.parameter_server.client.assignment import assignment
+from tensorwire.parameter_server.client.assignment import Assignment
 from tensorwire.parameter_server.decisions.samples import Batches
 from tensorwire.parameter_server.errors import RolledBack
 
@@ -111,25 +111,24 @@ class Tracked:
     Args:
         cluster: where the account is.
         name: of the sampler.
+        assigned: finds out which batches are this trainer's.
         loader: reads what ``indices`` says.
         indices: makes indices of the numbers of batches.
-        window: the numbers of the batches that this is about: the first, and the one behind the
-            last.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         name: str,
+        assigned: Assignment,
         loader: Iterable[Any],
         indices: Indices,
-        window: tuple[int, int],
     ) -> None:
         self._cluster = cluster
         self._name = name
         self._loader = loader
         self._indices_of = indices
-        self._assigned = assignment(cluster, name, window)
+        self._assigned = assigned
         self._batches: Iterator[Any] | None = None
         self._read: deque[Ticket] = deque()
         self._numbers: Iterator[int] = iter(())

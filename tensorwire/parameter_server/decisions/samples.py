@@ -217,8 +217,12 @@ class Account:
 
     def remaining(self, trainer: int, begin: int, end: int) -> Iterator[int]:
         """The batches from ``begin`` to before ``end`` that a trainer has still to train."""
+        yield from self.untrained(self.deal.of(trainer, begin, end))
+
+    def untrained(self, numbers: Iterable[int]) -> Iterator[int]:
+        """Those of some batches that are not part of the state, in the same order."""
         done = [range(*each) for each in self.done]
-        for number in self.deal.of(trainer, begin, end):
+        for number in numbers:
             if not any(number in each for each in done):
                 yield number
 

@@ -22,6 +22,8 @@ class SamplerSpec:
         seed: of these orders.
         epochs: how often each sample is trained.
         drop_last: whether the batch that is left at the end of an epoch is not trained.
+        num_replicas: the trainers of which each has its own batches, whoever else is there; 0 if
+            batches go to those who are there.
 
     Raises:
         TypeError: an argument is of a wrong kind.
@@ -35,6 +37,7 @@ class SamplerSpec:
     seed: int = 0
     epochs: int = 1
     drop_last: bool = False
+    num_replicas: int = 0
 
     def __post_init__(self) -> None:
         instance("samples", "name", self.name, str, "a text")
@@ -42,6 +45,7 @@ class SamplerSpec:
         whole("samples", "batch_size", self.batch_size)
         whole("samples", "seed", self.seed, least=0, below=1 << 64)
         whole("samples", "epochs", self.epochs)
+        whole("samples", "num_replicas", self.num_replicas, least=0)
         instance("samples", "shuffle", self.shuffle, bool, "True or False")
         instance("samples", "drop_last", self.drop_last, bool, "True or False")
         if not self.in_epoch:
@@ -77,6 +81,10 @@ class SamplerSpec:
     def batches(self) -> int:
         """Batches in all epochs."""
         return self.epochs * self.in_epoch
+
+    def share(self, rank: int, begin: int, end: int) -> range:
+        """The batches of one of ``num_replicas`` from ``begin`` to before ``end``."""
+        return range(begin + (rank - begin) % self.num_replicas, end, self.num_replicas)
 
     def place_of(self, number: int) -> tuple[int, int, int]:
         """The epoch of a batch, its first position in the order of the epoch, and its samples."""

@@ -282,6 +282,108 @@ class TestSeveralTrainers:
         assert found[0] == found[1] == [2.0] * 120
 
 
+class TestAStaticAssignment:
+    @under_each
+    def test_gives_each_rank_every_kth_batch_in_every_run(self, under: Any) -> None:
+        def go(rank: int) -> Callable[[], tuple[list[list[int]], list[float]]]:
+            def train_share() -> tuple[list[list[int]], list[float]]:
+                it = Counting(14, trainers=2, consistency=under)
+                data = it.cluster.samples(
+                    14, batch_size=2, epochs=2, assignment="static", rank=rank, num_replicas=2
+                )
+                it.train(data)
+                assert data.progress == ps.Progress(2, 28, 0, 0)
+                return it.batches, it.counts
+
+            return train_share
+
+        found = train([go(0), go(1)])
+        epoch = [[n, n + 1] for n in range(0, 14, 2)]
+        assert [batches for batches, _ in found] == [(epoch * 2)[0::2], (epoch * 2)[1::2]]
+        assert [counts for _, counts in found] == [[2.0] * 14] * 2
+
+    @under_each
+    def test_leaves_what_a_trainer_has_not_trained_to_the_next_of_its_rank(
+        self, under: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("rpc.runtime.wait_log.FIRST", (0.0, 5.0))
+        told = "for batches of rank 1, which only trainers of that rank train"
+        monkeypatch.setenv("ROLE_WORLD_SIZE", "2")
+        left = threading.Event()
+
+        def tracked(rank: int) -> tuple[Counting, ps.Samples]:
+            it = Counting(12, trainers=1, consistency=under)
+            return it, it.cluster.samples(12, batch_size=2, assignment="static", rank=rank)
+
+        def stays() -> list[float]:
+            it, data = tracked(0)
+            return it.train(data).counts
+
+        def leaves() -> list[list[int]]:
+            it, data = tracked(1)
+            for (ids,) in data.track(it.loader(data)):
+                it.push(ids)
+                break
+            it.cluster.finish()
+            left.set()
+            return it.batches
+
+        def comes() -> list[list[int]]:
+            assert left.wait(60)
+            until(lambda: told in caplog.text, 60)
+            it, data = tracked(1)
+            return it.train(data).batches
+
+        with local_group("ps0", "trainer0", "trainer1", "trainer2") as agents:
+            counts, *batches = run(agents[1:], [stays, leaves, comes])
+        assert (counts, batches) == ([1.0] * 12, [[[2, 3]], [[6, 7], [10, 11]]])
+
+    def test_says_what_is_missing_or_of_no_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("ROLE_RANK", raising=False)
+
+        def go() -> None:
+            cluster = ps.connect(servers=["ps0"])
+            for told, said in [
+                ({"assignment": "both"}, "assignment='both' must be 'dynamic' or 'static'"),
+                ({"rank": 0}, "rank=0 needs assignment='static'"),
+                ({"assignment": "static", "num_replicas": 2}, "needs rank=, as the environment"),
+                ({"assignment": "static", "num_replicas": 2, "rank": 2}, "rank=2 must be below 2"),
+                ({"assignment": "static", "num_replicas": 0, "rank": 0}, "must be at least 1"),
+            ]:
+                with pytest.raises(ValueError, match=said):
+                    cluster.samples(4, batch_size=2, **told)
+            cluster.samples(4, batch_size=2, assignment="static", rank=0, num_replicas=2)
+            with pytest.raises(ps.DeclarationError, match="num_replicas=2, not 0"):
+                cluster.samples(4, batch_size=2)
+
+        train([go])
+
+
+class TestItsState:
+    def test_is_accepted_by_a_cluster_that_is_as_far_and_by_no_other(self) -> None:
+        def go() -> None:
+            it = Counting(8)
+            data = it.cluster.samples(8, batch_size=2)
+            for (ids,) in data.track(it.loader(data)):
+                it.push(ids)
+                if len(it.batches) == 2:
+                    break
+            state = data.state_dict()
+            assert state["trained"] == [[0, 2]]
+            data.load_state_dict(state)
+            data.load_state_dict({**state, "trained": []})
+            later = {**state, "trained": [[0, 4]]}
+            with pytest.raises(ValueError, match="2 batches of sampler 'samples' that were"):
+                data.load_state_dict(later)
+            other = {**state, "sampler": {**state["sampler"], "seed": 3}}
+            with pytest.raises(ps.DeclarationError, match="seed=3, not 0"):
+                data.load_state_dict(other)
+            with pytest.raises(ValueError, match="is not of state_dict"):
+                data.load_state_dict({"epoch": 1})
+
+        train([go])
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryHub]:
     """A network in which nobody waits for servers that do not come back."""
