@@ -80,6 +80,7 @@ def count() -> tuple[float, int]:
     with tempfile.TemporaryDirectory() as folder, local_group("a", "b") as (a, _), as_worker(a):
         rpc.rpc_sync("b", len, args=("",))
         hub = Hub(f"{folder}/hub", lambda question: None)
+        hub.start()
         threading.setprofile(note)
         try:
             progress = progress_of(a.states, a.clock)

@@ -22,6 +22,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 import rpc
 from remote_module import backups, handlers
 from remote_module.local_only import LocalOnlyMethodsRefused
+from remote_module.randomness import require_seed
 from remote_module.remote_device import parse_remote_device
 from remote_module.scripting import scriptable_class
 from rpc import extend
@@ -144,7 +145,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         if not callable(module_cls):
             raise TypeError(f"module_cls must be a class of modules, but got {module_cls!r}")
         require_arguments(args, kwargs)
-        _require_seed(seed)
+        require_seed(seed)
         self._place(remote_device, _module_interface_cls)
         self._recipe = (module_cls, args or (), kwargs or {})
         self._seed = seed
@@ -472,15 +473,6 @@ def _arrive(kind: type[_RemoteModule], *carried: Any) -> _RemoteModule:
     vars(remote_module).update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, carried, strict=True))
     remote_module._attach(remote_module.module_rref)
     return remote_module
-
-
-def _require_seed(seed: object) -> None:
-    if seed is None:
-        return
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}, not a whole number")
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed={seed} must be at least 0 and less than 2**64")
 
 
 def _require_backup(backup: object, owner: str) -> None:

@@ -17,6 +17,21 @@ _generators = threading.RLock()
 """Guards the state of torch's default generators, which belong to the process."""
 
 
+def require_seed(seed: object) -> None:
+    """Raises if ``seed=`` is neither None nor a seed of torch's generators.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is negative, or not less than 2**64.
+    """
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}, not a whole number")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed} must be at least 0 and less than 2**64")
+
+
 @dataclass(frozen=True, slots=True)
 class RandomState:
     """The states of the generators that a module on some device draws from."""

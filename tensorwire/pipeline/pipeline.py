@@ -33,6 +33,7 @@ from tensorwire.pipeline.plan import Loss
 from tensorwire.pipeline.progress import progress
 from tensorwire.pipeline.reduction import BatchLoss, Reduction
 from tensorwire.pipeline.remote_optimizer import GroupRule
+from tensorwire.pipeline.requirements import KEEP_FOR, require_passes, require_times
 from tensorwire.pipeline.schedules import Schedule
 from tensorwire.pipeline.shares import ModelShare
 from tensorwire.pipeline.sharing import Tie
@@ -89,7 +90,7 @@ class Pipeline:
         PipelineError: another living driver has a pipeline of this name.
         ScheduleError: the schedule does not fit the stages, or its table cannot work.
         TypeError: an argument is of another type.
-        ValueError: a connection or a tie names what is not there.
+        ValueError: an argument names what is not there, or cannot be, or would have no effect.
 
     Example::
 
@@ -120,11 +121,13 @@ class Pipeline:
         backups: int = 0,
         spares: Sequence[str] = (),
         name: str | None = None,
-        keep_for: float = 600.0,
+        keep_for: float = KEEP_FOR,
         wait_for_return: float = 0.0,
     ) -> None:
         replicas = as_replicas(stages)
         require_backups(replicas, backups, spares, name)
+        require_passes(len(replicas), recompute, autocast, seed, prefixes)
+        require_times(backups, name, keep_for, wait_for_return)
         if backups and seed is None:
             seed = torch.initial_seed()
         self._microbatches = _require_positive("microbatches", microbatches)
@@ -568,6 +571,6 @@ def _no_options(name: str, parameter: torch.nn.Parameter) -> dict[str, Any]:
 
 
 def _require_positive(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive integer")
     return value

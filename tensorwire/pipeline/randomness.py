@@ -6,9 +6,9 @@ micro-batch, and on nothing else: neither on the schedule nor on who else draws.
 
 from __future__ import annotations
 
-from remote_module.randomness import RandomState, recorded, replayed, seeded
+from remote_module.randomness import RandomState, recorded, replayed, require_seed, seeded
 
-__all__ = ["RandomState", "recorded", "replayed", "seed_of", "seeded"]
+__all__ = ["RandomState", "recorded", "replayed", "require_seed", "seed_of", "seeded"]
 
 _PRIME = 0x9E3779B97F4A7C15  # of splitmix64, which spreads neighbouring numbers far apart
 

@@ -24,6 +24,7 @@ _LONGEST_ANSWER: Final = 16 << 20
 _MOST_QUESTIONS: Final = 16
 _SECONDS_TO_SAY_WHO: Final = 5.0
 _MOST_CONNECTIONS: Final = 1024
+_UNREADY: Final = "new"
 
 Question = Mapping[str, Any]
 
@@ -82,7 +83,7 @@ class _Link:
 
 
 class Hub:
-    """Listens for the workers and viewers of one agent.
+    """Listens for the workers and viewers of one agent; they wait until it is started.
 
     Args:
         path: of the socket, in a folder that is this user's alone.
@@ -98,11 +99,16 @@ class Hub:
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unready = os.path.join(os.path.dirname(path), _UNREADY)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        self._listener.bind(path)
+            os.unlink(unready)
+        self._listener.bind(unready)
         self._listener.listen(128)
+        os.rename(unready, path)  # so whoever sees the socket can connect to it
         self._acceptor = threading.Thread(target=self._accept, name="rpcrun-hub", daemon=True)
+
+    def start(self) -> None:
+        """Begins to serve; ``view`` may be called from now on."""
         self._acceptor.start()
 
     def ask(self, name: str, question: Question, timeout: float) -> Any:

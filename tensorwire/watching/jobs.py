@@ -74,10 +74,9 @@ def socket_path(job: str) -> str:
 def forget(path: str) -> None:
     """Deletes the folder of a socket."""
     folder = Path(path).parent
-    for name in (_SOCKET, "job"):
-        with contextlib.suppress(OSError):
-            (folder / name).unlink()
     with contextlib.suppress(OSError):
+        for each in list(folder.iterdir()):
+            each.unlink()
         folder.rmdir()
 
 

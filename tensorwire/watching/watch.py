@@ -115,6 +115,7 @@ class JobWatch:
         self._stop = threading.Event()
         self.path = jobs.socket_path(job)
         self._hub = Hub(self.path, self.answer)
+        self._hub.start()
         self._thread = threading.Thread(target=self._run, name="rpcrun-watch", daemon=True)
         self._thread.start()
 

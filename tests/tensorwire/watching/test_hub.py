@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from tensorwire.watching import jobs, terminal
+from tensorwire.watching import watch as watching
 from tensorwire.watching.exchange import Exchange, Told
 from tensorwire.watching.hub import Hub, NoAnswerError, Viewer
 from tensorwire.watching.jobs import JobNotFoundError, RunningJob, find_job
@@ -86,6 +87,7 @@ FACTS: dict[str, Any] = {
 
 def test_workers_are_asked_and_one_that_is_silent_holds_nobody_up(tmp_path: Path) -> None:
     hub = Hub(str(tmp_path / "hub"), lambda question: {"seen": question["ask"]})
+    hub.start()
     try:
         with answering(hub.path, "a:0", {"facts": FACTS}), socket.socket(socket.AF_UNIX) as silent:
             silent.connect(hub.path)
@@ -119,6 +121,7 @@ def test_workers_are_asked_and_one_that_is_silent_holds_nobody_up(tmp_path: Path
 @pytest.mark.parametrize("first", [b"[]\n", b"\xff\xfe\n", b'{"pid": 1}\n', b"{" * 5000 + b"\n"])
 def test_whoever_does_not_say_who_he_is_is_hung_up_on(tmp_path: Path, first: bytes) -> None:
     hub = Hub(str(tmp_path / "hub"), lambda question: None)
+    hub.start()
     try:
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(30)
@@ -270,6 +273,24 @@ def test_a_worker_of_another_machine_is_started_again_by_its_agent(
     finally:
         first.close()
         second.close()
+
+
+def test_a_viewer_that_comes_before_the_watch_is_ready_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[object] = []
+
+    class Eager(Hub):
+        def start(self) -> None:
+            super().start()
+            with Viewer(self.path) as viewer:
+                told.append(viewer.ask({"ask": "job"}))
+
+    monkeypatch.setattr(watching, "Hub", Eager)
+    JobWatch("j", 0, Values(), StallPolicy(0)).close()
+    (job,) = told
+    assert isinstance(job, dict)
+    assert job["job"] == "j"
 
 
 def test_a_worker_that_starts_again_is_news_with_the_reason() -> None:
