@@ -201,6 +201,7 @@ class Agent(process_forks.ForkAware):
             self.events,
             self.states,
             lambda: self.store,
+            self.directory,
         )
         self.retries = self.caller.retries
         self.gatherings = Gatherings(

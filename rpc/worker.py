@@ -17,7 +17,7 @@ from rpc.calls.channels import Channels, Handler
 from rpc.calls.extension_messages import ExtensionMessages
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.errors import AgentClosedError, WorkerLostError
-from rpc.group.directory import Destination
+from rpc.group.directory import Destination, Directory
 from rpc.group.events import MembershipEvent, MembershipEvents
 from rpc.group.key_values import KeyValueStore
 from rpc.group.signed_store import SignedStore
@@ -46,6 +46,7 @@ class Worker:
     __slots__ = (
         "_caller",
         "_channels",
+        "_directory",
         "_events",
         "_life",
         "_messages",
@@ -68,6 +69,7 @@ class Worker:
         events: MembershipEvents,
         states: States,
         store: Callable[[], SignedStore | None],
+        directory: Directory,
     ) -> None:
         self._life = life
         self._shared = shared
@@ -77,6 +79,7 @@ class Worker:
         self._events = events
         self._states = states
         self._store = store
+        self._directory = directory
         self.living_life = shared.group.living_now.get
 
     @property
@@ -157,6 +160,7 @@ class Worker:
     def life_of(self, who: Destination) -> Life:
         """The id and incarnation of a living worker; see :func:`rpc.extend.life_of`."""
         group = self._shared.group
+        self._directory.refuse_departed(who)
         return group.life(group.find(who).id)
 
     def members(self) -> list[WorkerInfo]:

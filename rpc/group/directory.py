@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.group.members import Group
-from rpc.group.membership import Membership
+from rpc.group.membership import Membership, error_of
 from rpc.runtime.deadlines import Timeouts
 from rpc.worker_info import WorkerInfo, may_exist
 
@@ -68,6 +68,17 @@ class Directory:
         if membership is not None and isinstance(to, str | int) and may_exist(to):
             membership.wait_for(to, seconds, for_return=True)
         return self._group.find(to)
+
+    def refuse_departed(self, to: Destination) -> None:
+        """Raises if a worker that this one never knew as a member has left or was lost.
+
+        Raises:
+            WorkerLostError: it is gone; says how, when and who says so.
+        """
+        membership = self.membership_of(to)
+        departure = membership.departure(to) if membership is not None else None  # type: ignore[arg-type]
+        if departure is not None:
+            raise error_of(departure)
 
     def membership_of(self, to: Destination) -> Membership | None:
         """The membership that tells of a worker that may be yet to join; None for any other."""

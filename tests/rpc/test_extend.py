@@ -9,14 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import rpc
 from rpc import extend
 from rpc.agent import Agent
-from rpc.errors import AgentClosedError, EncodeError, NotInitializedError, WorkerLostError
+from rpc.backend_registry import BackendType
+from rpc.errors import (
+    AgentClosedError,
+    EncodeError,
+    NotInitializedError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from rpc.extend import Life
 from rpc.testing import as_worker, local_group
-from rpc.transports.tensorwire import TensorWireTransport, requests
+from rpc.transports.tensorwire import (
+    TensorWireRpcBackendOptions,
+    TensorWireTransport,
+    requests,
+)
 from tests.free_ports import free_port
 from tests.rpc.worker_processes import WorkerProcess, join, leave
 from tests.waiting import until
@@ -393,6 +405,29 @@ def test_lives_say_who_is_there(pair: list[Agent]) -> None:
         assert events[0].change is extend.MembershipChange.LEFT
         with pytest.raises(WorkerLostError):
             extend.life_of("bob")
+
+
+def test_a_worker_that_was_gone_before_this_one_came_is_told_from_one_that_never_was() -> None:
+    store, agents = HashStore(), list[Agent]()
+
+    def come(name: str) -> Agent:
+        options = TensorWireRpcBackendOptions(init_method="tcp://127.0.0.1:1", liveness_timeout=0)
+        make = BackendType["TENSORWIRE"].value.init_backend_handler
+        agents.append(make(store, name, len(agents), None, options))
+        return agents[-1]
+
+    try:
+        alice, bob = come("alice"), come("bob")
+        bob.shutdown(graceful=False)
+        until(lambda: alice.group.living() == [alice.info])
+        with as_worker(come("carol")):
+            with pytest.raises(WorkerLostError, match=r"'bob'.* is gone"):
+                extend.life_of("bob")
+            with pytest.raises(UnknownWorkerError, match="name dave"):
+                extend.life_of("dave")
+    finally:
+        for agent in agents:
+            agent.shutdown(graceful=False)
 
 
 # --- Processes

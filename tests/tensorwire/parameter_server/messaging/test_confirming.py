@@ -15,8 +15,10 @@ from rpc.backend_registry import BackendType
 from rpc.testing import MemoryHub, as_worker, local_group
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.decisions.lives import Latest
 from tensorwire.parameter_server.decisions.views import Server
-from tensorwire.parameter_server.messaging.confirming import known_view
+from tensorwire.parameter_server.messaging.calling import latest_life
+from tensorwire.parameter_server.messaging.confirming import confirmed, known_view
 from tensorwire.parameter_server.server.host import host
 from tests.tensorwire.parameter_server.clusters import server_names
 from tests.waiting import until
@@ -109,6 +111,20 @@ def test_a_server_that_comes_back_does_not_believe_an_old_view(group: Group) -> 
         seen = host().node("default").view
     assert seen is not None
     assert seen.number >= before > 0
+
+
+def test_a_server_that_comes_back_does_not_wait_for_one_that_was_lost_before(group: Group) -> None:
+    """It is the only one left: if it asked on, the cluster would stand still for ever."""
+    _, cluster, _ = _train(group)
+    group.agents[0].shutdown(graceful=False)
+    until(lambda: "ps0" not in {each.name for each in cluster.session.view.servers})
+    group.agents[1].shutdown(graceful=False)
+    group.agents[1] = back = group.join("ps1")
+    with as_worker(back):
+        assert latest_life(extend.worker(), "ps0") == Latest(1, False, proven=True)
+        confirmed(extend.worker(), "default", cluster.session.view, 30)
+        host().announce()
+    until(lambda: "all servers of shard 0, 1 were lost" in cluster.session.view.broken)
 
 
 def test_whoever_has_just_come_itself_confirms_nothing() -> None:
