@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rpc.agent import Agent
 from rpc.testing import MemoryHub, as_worker, local_group
 from tensorwire import parameter_server as ps
 from tensorwire.checkpoint import NotSavedError
@@ -20,6 +21,7 @@ from tensorwire.parameter_server.client import publishing
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.following.command import compact
 from tensorwire.parameter_server.reading import read_dense
+from tensorwire.parameter_server.snapshots.published import saved_at
 from tests import waiting
 from tests.tensorwire.checkpoint.folders import flip
 from tests.tensorwire.parameter_server.clusters import train
@@ -50,7 +52,11 @@ def _push_on(items: ps.Table) -> None:
 
 def _all(folder: Path) -> list[Tensor]:
     """Everything of a snapshot or version."""
-    return [each for column in _COLUMNS for each in ps.read(folder, "items", column)]
+    pieces = [columns for _, columns in saved_at(folder).pieces("items")]
+    if not pieces:
+        return []
+    ids, order = torch.sort(torch.cat([each["ids"] for each in pieces]))
+    return [ids, *(torch.cat([each[c] for each in pieces])[order] for c in _COLUMNS)]
 
 
 def _kinds(folder: Path) -> list[Kind]:
@@ -61,36 +67,80 @@ def _same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+class _Replay:
+    """A cluster in which heads die and that is resized while each step's version is compared.
+
+    Args:
+        hub: connects the workers.
+        agents: servers, whose names are ``ps0`` and so on, and the trainer.
+        consistency: of the cluster.
+        folder: of versions and snapshots.
+    """
+
+    def __init__(
+        self, hub: MemoryHub, agents: Sequence[Agent], consistency: Any, folder: Path
+    ) -> None:
+        self._hub = hub
+        self._folder = folder
+        self._servers = {each.info.name: each.info.id for each in agents[:-1]}
+        self._cluster = ps.connect(list(self._servers)[:3], backups=1, consistency=consistency)
+        self._items = _items(self._cluster)
+        self._model = nn.Linear(3, 2)
+        self._optimizer = ps.Optimizer(
+            self._cluster, self._model, dense=torch.optim.Adam, name="net"
+        )
+        self.published = self._cluster.publish(
+            folder / "chain", ps.Steps(10_000), base_every=10_000, state=True
+        )
+        self.published.wait()
+
+    def step(self, number: int) -> None:
+        _push(self._items, number)
+        self._model(torch.ones(1, 3)).sum().backward()
+        self._optimizer.step()
+        _until_published(self.published)
+        wanted = self._folder / "whole"
+        self._cluster.snapshot(wanted, overwrite=True).wait()
+        assert self.published.version is not None
+        at = self.published.version.folder
+        assert _same(_all(at), _all(wanted)), number
+        assert torch.equal(read_dense(at, "net"), read_dense(wanted, "net"))  # type: ignore[arg-type]
+
+    def kill_a_head(self) -> None:
+        """While a version is taken."""
+        waiting.until(lambda: _has_all_backups(self._cluster), 60)
+        shards = self._cluster.session.view.shards
+        self.published.take()
+        self._hub.cut(self._servers.pop(shards[0].head.name))
+        _until_published(self.published)
+
+    def resize(self, count: int) -> None:
+        waiting.until(lambda: _has_all_backups(self._cluster), 60)
+        self._cluster.resize(list(self._servers)[-count:])
+
+
+@pytest.mark.kills
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("consistency", [ps.BSP(), ps.Async()], ids=str)
-def test_each_version_is_as_the_snapshot_of_its_step(tmp_path: Path, consistency: Any) -> None:
-    """While servers come and go."""
-
-    def go(consistency: Any) -> None:
-        cluster = ps.connect(["ps0", "ps1"], consistency=consistency)
-        items, folder = _items(cluster), tmp_path / "chain"
-        model = nn.Linear(3, 2)
-        optimizer = ps.Optimizer(cluster, model, dense=torch.optim.Adam, name="net")
-        published = cluster.publish(folder, ps.Steps(1000), base_every=3, state=True)
-        published.wait()
-        for step in range(1, 7):
-            _push(items, step)
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-            if step == 3:
-                cluster.resize(["ps1", "ps2", "ps3"])
-            if step == 5:
-                cluster.resize(["ps0"])
-            cluster.snapshot(tmp_path / str(step)).wait()
-            published.take()
-            published.wait()
-            assert published.version is not None
-            at, wanted = published.version.folder, tmp_path / str(step)
-            assert _same(_all(at), _all(wanted)), step
-            assert torch.equal(read_dense(at, "net"), read_dense(wanted, "net"))  # type: ignore[arg-type]
-        assert [each.value[0] for each in _kinds(folder)] == list("bdddbdd")
-        cluster.finish()
-
-    train([go], consistency, servers=4)
+def test_each_version_is_as_the_snapshot_of_its_step(
+    tmp_path: Path, consistency: Any, full_length: bool, record_property: Callable[..., None]
+) -> None:
+    """While heads die and the cluster is resized, ids wait for rows, and rows are evicted."""
+    hub, deltas = MemoryHub(), 200 if full_length else 7
+    often = deltas // 3
+    names = [f"ps{number}" for number in range(7)]
+    with local_group(*names, "trainer", hub=hub) as agents, as_worker(agents[-1]):
+        replay = _Replay(hub, agents, consistency, tmp_path)
+        for number in range(1, deltas + 1):
+            if number % often == 1:
+                replay.kill_a_head()
+            if number % often == 0:
+                replay.resize(3 + number // often % 2)
+            replay.step(number)
+    record_property("times", deltas)
+    kinds = _kinds(tmp_path / "chain")
+    assert (kinds[0], kinds.count(Kind.BASE)) == (Kind.BASE, 1), "no delta had to be given up"
+    assert kinds.count(Kind.DELTA) >= deltas
 
 
 def test_versions_are_due_by_steps_and_hold_what_was_pushed(tmp_path: Path) -> None:
@@ -343,28 +393,6 @@ def test_training_goes_on_from_a_delta_on_other_servers_as_if_nothing_were(tmp_p
     train([first], servers=2)
     train([second], servers=3)
     assert _same(_all(tmp_path / "straight"), _all(tmp_path / "restored"))
-
-
-def test_heads_die_while_versions_are_published(tmp_path: Path) -> None:
-    """Each version is as a snapshot of the same step, whoever keeps the rows by then."""
-    hub = MemoryHub()
-    names = ["ps0", "ps1", "ps2", "ps3"]
-    with local_group(*names, "trainer", hub=hub) as agents, as_worker(agents[-1]):
-        cluster = ps.connect(names, backups=1)
-        items = _items(cluster)
-        published = cluster.publish(tmp_path / "chain", ps.Steps(1000), state=True)
-        published.wait()
-        for step in range(1, 6):
-            _push(items, step)
-            if step in (2, 4):
-                waiting.until(lambda: _has_all_backups(cluster), 60)
-                published.take()
-                hub.cut(agents[step // 2].info.id)
-            _until_published(published)
-            cluster.snapshot(tmp_path / str(step)).wait()
-            assert published.version is not None
-            assert _same(_all(published.version.folder), _all(tmp_path / str(step))), step
-    assert Kind.DELTA in _kinds(tmp_path / "chain")[-2:]
 
 
 def _has_all_backups(cluster: ps.Cluster) -> bool:
