@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +40,11 @@ from tensorwire.parameter_server.snapshots.saved import (
 if TYPE_CHECKING:
     from tensorwire.parameter_server.server.parts import FrozenDense, FrozenShard
     from tensorwire.parameter_server.storage.frozen import Frozen
+    from tensorwire.parameter_server.storage.table import Rows
 
 _PIECE: Final = 1 << 16
+_SLICE: Final = 1 << 12
+"""Rows that are copied while the lock is held, beside which pushes wait."""
 
 
 def write_for(
@@ -109,8 +113,7 @@ def _write_table(
     columns = columns_of(saved).keys() - {"ids"}
     count = 0
     while True:
-        with lock:
-            rows = frozen.next_piece(_PIECE)
+        rows = _next_piece(frozen, lock)
         if rows is None:
             break
         part.add(f"table/{name}/{count}/ids", torch.from_numpy(rows.ids))
@@ -125,6 +128,26 @@ def _write_table(
     if frozen.candidates is not None and with_state:
         part.add(f"table/{name}/candidates", torch.from_numpy(np.stack(frozen.candidates)))
     return {"about": saved.encode(), "pieces": count, "steps": frozen.steps}
+
+
+def _next_piece(frozen: Frozen, lock: threading.Lock) -> Rows | None:
+    """The next rows as they were, copied in slices; None after the last.
+
+    After each slice, others may have the lock, and Python's, for as long as it took.
+    """
+    slices: list[Rows] = []
+    count = 0
+    while count < _PIECE:
+        with lock:
+            begin = time.perf_counter()
+            rows = frozen.next_piece(_SLICE)
+            took = time.perf_counter() - begin
+        if rows is None:
+            break
+        slices.append(rows)
+        count += len(rows.ids)
+        time.sleep(took)
+    return slices[0].followed_by(slices[1:]) if slices else None
 
 
 def _tensor(values: Any, column: str, spec: TableSpec) -> Tensor:

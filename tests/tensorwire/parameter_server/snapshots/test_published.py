@@ -28,6 +28,8 @@ from tensorwire.parameter_server.server.parts import FrozenShard
 from tensorwire.parameter_server.server.state import ShardState
 from tensorwire.parameter_server.snapshots.contents import Restored
 from tensorwire.parameter_server.snapshots.published import Replayed, about_version, content_of
+from tensorwire.parameter_server.storage.frozen import Frozen
+from tensorwire.parameter_server.storage.table import Rows
 from tests.tensorwire.parameter_server.snapshots import shards as kit
 
 _CHAIN = "a chain"
@@ -143,6 +145,30 @@ class _Cluster:
             rows = [i for _, c in found.pieces(_USERS.name) for i in c["ids"].tolist()]
             assert sorted(rows) == sorted(due)
         self.versions = [found] if extent is Extent.ALL else [*self.versions, found]
+
+
+def test_pushes_wait_for_a_slice_of_rows_at_most_and_files_have_them_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = np.arange(9000)
+    (shard,) = kit.primed({_USERS.name: specs.encode(_USERS)}, 1)
+    shard.tables[_USERS.name].fill_new(ids, np.ones((9000, 2), np.float32))
+    lock, copied, next_piece = threading.Lock(), [], Frozen.next_piece
+
+    def counted(frozen: Frozen, size: int) -> Rows | None:
+        rows = next_piece(frozen, size)
+        assert lock.locked()
+        copied.append(0 if rows is None else len(rows.ids))
+        return rows
+
+    monkeypatch.setattr(Frozen, "next_piece", counted)
+    frozen = shard.freeze()
+    writing.write(tmp_path, 0, frozen, lock)
+    shard.thaw(frozen)
+    assert max(copied) <= 4096
+    found = content_of(tmp_path, about_version([0], {0: 0}, 0, None, {}))
+    ((_, columns),) = found.pieces(_USERS.name)
+    assert np.array_equal(columns["ids"].numpy(), ids)
 
 
 def _restored(versions: list[Restored], shards: int) -> list[ShardState]:
