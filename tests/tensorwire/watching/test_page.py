@@ -7,7 +7,10 @@ import gzip
 import http.client
 import json
 import socket
+import ssl
+import urllib.request
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from tensorwire.watching.dashboard.guard import COOKIE, Guard
 from tensorwire.watching.dashboard.remote import PageClient
 from tensorwire.watching.dashboard.server import Page, parse_address
 from tensorwire.watching.hub import NoAnswerError, Question
+from tests.rpc.transports.tensorwire import certificates
 
 PATHS = ("/", "/api/job", "/api/stacks?worker=a:0", "/api/log?worker=a:0", "/static/page.js", "/x")
 
@@ -77,6 +81,8 @@ def test_another_host_and_another_site_are_refused_even_with_the_token(page: Pag
     known = {"Authorization": f"Bearer {page.token}"}
     assert get(page, "/api/job", {**known, "Host": f"evil.example:{page.port}"})[0] == 421
     assert get(page, "/api/job", {**known, "Host": "127.0.0.1:1"})[0] == 421
+    mine = f"{socket.gethostname().upper()}:{page.port}"
+    assert get(page, "/api/job", {**known, "Host": mine})[0] == 200
     assert get(page, "/api/job", {**known, "Sec-Fetch-Site": "cross-site"})[0] == 403
     assert get(page, "/api/job", {**known, "Origin": "http://evil.example"})[0] == 403
     traced = "/api/trace?worker=a:0"
@@ -114,14 +120,25 @@ def test_a_stranger_gets_no_websocket_and_his_body_is_not_read(page: Page) -> No
     assert b"connection: close" in answer
 
 
-def test_silent_strangers_keep_nobody_out(page: Page) -> None:
-    known = {"Authorization": f"Bearer {page.token}"}
+@pytest.mark.parametrize("is_private", [False, True])
+def test_silent_strangers_keep_nobody_out(is_private: bool, tmp_path: Path) -> None:
+    """Neither over TLS, where they do not even begin a handshake."""
+    files = certificates.write(tmp_path, "localhost")
+    tls = (str(files.certificate), str(files.private_key)) if is_private else None
+    context = ssl.create_default_context(cafile=str(files.ca)) if is_private else None
     with contextlib.ExitStack() as stack:
+        page = stack.enter_context(contextlib.closing(Page(Job(), "0", tls)))
         strangers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", page.port), timeout=60))
             for _ in range(200)
         ]
-        assert get(page, "/api/log?worker=a:0", known)[0] == 200
+        client = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+        address = page.address.replace("127.0.0.1", "localhost")
+        asked = urllib.request.Request(address.replace("?", "api/log?worker=a:0&"))
+        with client.open(asked, timeout=60) as answer:
+            assert answer.read() == b"log of a:0"
         ended = [stranger for stranger in strangers[:-MOST] if stranger.recv(1) == b""]
         assert len(ended) == 200 - MOST
 
