@@ -17,7 +17,7 @@ from tensorwire.parameter_server.client.membership import Membership
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.stepper import NanPolicy
 from tensorwire.parameter_server.client.table import Table
-from tensorwire.parameter_server.decisions import views
+from tensorwire.parameter_server.decisions import view_changes, views
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
 from tensorwire.parameter_server.decisions.views import Snapshot, View
 from tensorwire.parameter_server.declarations.arguments import instance, number, whole
@@ -161,7 +161,7 @@ def _meet(
         restored = _checked(folder) if folder else None
         lives = lives_to_come("connect", worker, settings["servers"], timeout)
         view = known_view(worker, name, lives, timeout)  # somebody may have deleted it
-        view = view or _begun(worker, name, views.first(lives, backups, settings), restored)
+        view = view or _begun(worker, name, view_changes.first(lives, backups, settings), restored)
     view = confirmed(worker, name, view, timeout)
     _require_same(view, settings, backups)
     return view

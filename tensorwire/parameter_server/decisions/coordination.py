@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from tensorwire.parameter_server.decisions import beginnings, orders, views
+from tensorwire.parameter_server.decisions import beginnings, orders, view_changes, views
 from tensorwire.parameter_server.decisions.publishing import Publishing, why_not_written
 from tensorwire.parameter_server.decisions.pushes import Reached, Status
 from tensorwire.parameter_server.decisions.tasks import (
@@ -33,14 +33,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Steps,
     Wait,
 )
-from tensorwire.parameter_server.decisions.views import (
-    KEPT,
-    Client,
-    Left,
-    Server,
-    Snapshot,
-    View,
-)
+from tensorwire.parameter_server.decisions.views import KEPT, Client, Left, Server, Snapshot, View
 
 _CHANGES_PER_TERM: Final = 1 << 20
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
@@ -195,9 +188,9 @@ class Coordinator(Publishing):
             yield Majority(frozenset(lost.union(map(_life_of, gone))))
         self._certainly_gone |= gone
         if self.view.coordinator != me:
-            yield Edit(lambda view: views.coordinated(view, me))
+            yield Edit(lambda view: view_changes.coordinated(view, me))
         if lost:
-            yield Edit(lambda view: views.without(view, lost))
+            yield Edit(lambda view: view_changes.without(view, lost))
         self._drop_lost()
         yield Edit(self._without_gone)
         if _lost_shards(self.view):
@@ -313,7 +306,7 @@ class Coordinator(Publishing):
 
     def _with_arrivals(self, view: View) -> View:
         new = [who for who in self._arrivals if view.trainer(who) is None]
-        return views.with_trainers(view, new) if new else view
+        return view_changes.with_trainers(view, new) if new else view
 
     def _answer_arrivals(self) -> None:
         for who, requests in list(self._arrivals.items()):
@@ -359,7 +352,7 @@ class Coordinator(Publishing):
         yield Edit(lambda view: _without_trainer(view, number))
         end = yield from self._settle(number)
         for client in clients:
-            yield Edit(partial(views.with_left, left=Left(number, client.name, None, end)))
+            yield Edit(partial(view_changes.with_left, left=Left(number, client.name, None, end)))
 
     def _settle(self, number: int) -> Generator[Wait, Any, int]:
         """Counts the pushes of a trainer that all shards have, and returns how many these are."""
@@ -380,7 +373,7 @@ class Coordinator(Publishing):
 
     def _without_gone(self, view: View) -> View:
         gone = [t.number for t in view.trainers if t.client in self._certainly_gone]
-        return views.without_trainers(view, gone) if gone else view
+        return view_changes.without_trainers(view, gone) if gone else view
 
     def _declare(self, request: int, what: orders.Announce) -> Steps:
         """The first to declare a name says what it is.
@@ -394,7 +387,7 @@ class Coordinator(Publishing):
 
     def _count_samples(self, request: int, what: orders.CountSamples) -> Steps:
         """The first to name a sampler says what it is; its samples are counted from a cut on."""
-        yield Edit(lambda view: views.with_sampler(view, what.name, what.text))
+        yield Edit(lambda view: view_changes.with_sampler(view, what.name, what.text))
         if what.name not in self._counted:
             yield from self._cut(samplers=(what.name,))
             self._counted.add(what.name)
@@ -415,7 +408,9 @@ class Coordinator(Publishing):
             self._begin(self._drop_server(server))
 
     def _add_server(self, request: int, server: Server) -> Steps:
-        yield Edit(lambda view: view if server in view.servers else views.with_server(view, server))
+        yield Edit(
+            lambda view: view if server in view.servers else view_changes.with_server(view, server)
+        )
         self._effects.append(Reply(request, None))
         if self.view.settings.get("grows"):
             self._line_up(self._grow)
@@ -458,7 +453,7 @@ class Coordinator(Publishing):
         self._effects.append(Reply(request, None))
 
     def _spread(self, servers: tuple[Server, ...]) -> Steps:
-        yield Edit(lambda view: views.resized(view, servers))
+        yield Edit(lambda view: view_changes.resized(view, servers))
         yield from self._move()
         yield from self._trim()
 
@@ -467,7 +462,7 @@ class Coordinator(Publishing):
         if all(shard.number in self.view.active for shard in self.view.shards):
             return
         yield AskAll({shard: orders.Open() for shard in self.view.active})
-        yield Edit(views.trimmed)
+        yield Edit(view_changes.trimmed)
 
     # --- snapshots
 
@@ -494,7 +489,7 @@ class Coordinator(Publishing):
             reason = f"the manifest in {what.folder} was not written: {failed[0]}"
             self._effects.append(Fail(request, reason))
             return
-        yield Edit(lambda view: views.saved(view, snapshot, before))
+        yield Edit(lambda view: view_changes.saved(view, snapshot, before))
         self._effects.append(Reply(request, snapshot))
 
     # --- going back
@@ -516,11 +511,11 @@ class Coordinator(Publishing):
             yield Edit(lambda view: replace(view, number=view.number + 1, broken=reason))
             return
         if whole is not None and whole != self.view.snapshot:
-            yield Edit(lambda view: views.going_back(view, whole))
+            yield Edit(lambda view: view_changes.going_back(view, whole))
         wanted = [str(name) for name in self.view.settings.get("servers", ())]
         yield Servers(frozenset(wanted))
         yield Edit(self._without_gone)
-        yield Edit(lambda view: views.rolled_back(view, self._survivors(wanted)))
+        yield Edit(lambda view: view_changes.rolled_back(view, self._survivors(wanted)))
         yield self._to_all(beginnings.beginning(self.view))
         self._drop_lost()
         for trainer in self.view.trainers:
@@ -547,12 +542,12 @@ def _lost_shards(view: View) -> list[int]:
 
 
 def _without_server(view: View, server: Server) -> View:
-    return views.without(view, {server}) if server in views.servers_of(view) else view
+    return view_changes.without(view, {server}) if server in views.servers_of(view) else view
 
 
 def _without_trainer(view: View, number: int) -> View:
     known = any(trainer.number == number for trainer in view.trainers)
-    return views.without_trainers(view, {number}) if known else view
+    return view_changes.without_trainers(view, {number}) if known else view
 
 
 def _without_leaver(view: View, what: orders.Leave) -> View:
@@ -561,13 +556,13 @@ def _without_leaver(view: View, what: orders.Leave) -> View:
         return view
     left = Left(leaver.number, leaver.client.name, what.begin, what.end)
     trainers = tuple(each for each in view.trainers if each is not leaver)
-    return replace(views.with_left(view, left), trainers=trainers)
+    return replace(view_changes.with_left(view, left), trainers=trainers)
 
 
 def _backed_up(view: View, number: int, server: Server) -> View:
     shard = view.shard(number)
     usable = shard is not None and server not in shard.chain and server in view.servers
-    return views.backed_up(view, number, server) if usable else view
+    return view_changes.backed_up(view, number, server) if usable else view
 
 
 def _with_declared(view: View, what: orders.Announce) -> View:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator
 from functools import partial
 from typing import Any, Final
 
-from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions import orders, view_changes
 from tensorwire.parameter_server.decisions.pushes import Reached
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
@@ -46,7 +46,7 @@ class Publishing(Tasks):
             return
         folder = what.draft.rpartition("/")[0]
         publisher = Publisher(what.asker, folder, what.version.chain)
-        yield Edit(lambda view: views.with_publisher(view, publisher))
+        yield Edit(lambda view: view_changes.with_publisher(view, publisher))
         generation, kept = self.view.generation, _undeclared(self.view)
         since = what.since
         if since is not None and (since.generation, since.kept) != (generation, kept):
@@ -109,7 +109,7 @@ class Publishing(Tasks):
         publisher = self.view.publisher
         if publisher is not None and publisher.chain == chain:
             yield from self._cut(action=orders.EndMarks(chain))
-            yield Edit(lambda view: views.with_publisher(view, None))
+            yield Edit(lambda view: view_changes.with_publisher(view, None))
 
     def _publish(self, request: int, what: orders.Commit) -> Steps:
         """A version is whole, so that shards may forget, and the cluster can go back to it."""
@@ -117,7 +117,7 @@ class Publishing(Tasks):
             self._effects.append(Fail(request, _WENT_BACK))
             return
         if what.snapshot is not None:
-            keep = partial(views.published, snapshot=what.snapshot, without=what.at.left)
+            keep = partial(view_changes.published, snapshot=what.snapshot, without=what.at.left)
             yield Edit(keep)
         yield AskAll({s.number: orders.Published(what.at.change) for s in self.view.shards})
         self._effects.append(Reply(request, None))

@@ -23,7 +23,7 @@ from tensorwire.parameter_server.decisions import (
     reads,
     records,
     replication,
-    views,
+    view_changes,
 )
 from tensorwire.parameter_server.decisions import unacknowledged as kept
 from tensorwire.parameter_server.decisions.clock import Clock
@@ -150,7 +150,7 @@ def _gives_a_new_server_the_shard_without_a_copy(patch: pytest.MonkeyPatch) -> N
     def back_up(self: Any) -> Any:
         while (found := self._wanting()) is not None:
             number, server = found
-            edit = partial(views.backed_up, number=number, server=server)
+            edit = partial(view_changes.backed_up, number=number, server=server)
             yield coordination.Edit(edit)
         self._copying = False
 

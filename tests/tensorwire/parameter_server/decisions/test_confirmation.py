@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tensorwire.parameter_server.decisions import views
+from tensorwire.parameter_server.decisions import view_changes
 from tensorwire.parameter_server.decisions.confirmation import Confirmation, named_in
 from tensorwire.parameter_server.decisions.views import Server
 
 PS0, PS1 = SERVERS = [Server("ps0", 0), Server("ps1", 0)]
-READ = views.first(SERVERS, 1, {"servers": ["ps0", "ps1"]})
+READ = view_changes.first(SERVERS, 1, {"servers": ["ps0", "ps1"]})
 LATER = replace(READ, number=5)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tensorwire.parameter_server.decisions import beginnings, orders, views
+from tensorwire.parameter_server.decisions import beginnings, orders, view_changes, views
 from tensorwire.parameter_server.decisions.coordination import Coordinator
 from tensorwire.parameter_server.decisions.pushes import Cut, Status
 from tensorwire.parameter_server.decisions.samples import Account
@@ -35,7 +35,7 @@ TRAINER = Trainer(0, Client("trainer0", 0))
 def view(servers: int, consistency: str = "BSP", trainers: tuple[Trainer, ...] = ()) -> View:
     """A cluster without backups that has a snapshot."""
     settings = {"consistency": [consistency], "servers": [each.name for each in SERVERS]}
-    made = views.first(SERVERS[:servers], 0, settings)
+    made = view_changes.first(SERVERS[:servers], 0, settings)
     counts = {each.number: 0 for each in trainers}
     return replace(
         made, trainers=trainers, joined=len(trainers), snapshot=Snapshot("folder", counts, 0)
@@ -128,7 +128,7 @@ def test_who_takes_over_takes_nobody_out_before_it_coordinates() -> None:
 
 
 def test_servers_that_are_lost_during_a_takeover_are_taken_out_after_it() -> None:
-    with_backups = replace(view(5), backups=1, shards=views.first(SERVERS, 1, {}).shards)
+    with_backups = replace(view(5), backups=1, shards=view_changes.first(SERVERS, 1, {}).shards)
     played = Played(PS1, with_backups, lost=(PS0,))
     played.do(played.coordinator.server_lost(PS3, is_proven=True))
     played.vote(PS2, PS0)
@@ -223,7 +223,7 @@ def test_what_was_trained_is_not_begun_anew_without_a_snapshot() -> None:
 
 
 def test_a_later_life_of_a_server_ends_the_one_before_of_whose_end_nobody_told() -> None:
-    shards = views.first(SERVERS[:3], 1, {}).shards
+    shards = view_changes.first(SERVERS[:3], 1, {}).shards
     played = Played(PS0, replace(view(3), backups=1, joined=1, shards=shards))
     played.do(played.coordinator.asked(1, orders.Arrive(Server("ps1", 1))))
     played.vote(PS2, PS1)
@@ -276,7 +276,7 @@ def test_samples_are_counted_from_the_start_in_a_snapshot_that_knows_none_of_the
 
 def test_votes_are_counted_in_the_view_that_takes_somebody_out() -> None:
     """Here ps2 is named meanwhile: of three servers, one cannot take another out."""
-    alone = replace(views.first(SERVERS[:2], 1, {}), snapshot=Snapshot("folder", {}, 0))
+    alone = replace(view_changes.first(SERVERS[:2], 1, {}), snapshot=Snapshot("folder", {}, 0))
     played = Played(PS0, alone)
     played.stores = deque()
     played.do(played.coordinator.asked(1, orders.Arrive(PS2)))
@@ -329,7 +329,7 @@ def test_nothing_is_declared_while_rows_move() -> None:
 @pytest.mark.parametrize("was_told", [True, False])
 def test_who_takes_over_finishes_a_cut_that_some_shard_was_told(was_told: bool) -> None:
     """That shard may have passed it. A cut that none was told is given up."""
-    with_backups = replace(view(3), backups=1, shards=views.first(SERVERS[:3], 1, {}).shards)
+    with_backups = replace(view(3), backups=1, shards=view_changes.first(SERVERS[:3], 1, {}).shards)
     played = Played(PS1, with_backups, lost=(PS0,))
     played.unheard = {}
     played.vote(PS2, PS0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tensorwire.parameter_server.decisions import views
+from tensorwire.parameter_server.decisions import view_changes
 from tensorwire.parameter_server.decisions.quorum import Electorate
 from tensorwire.parameter_server.decisions.views import Client, Server, Trainer, View
 
@@ -20,7 +20,7 @@ def trainer(number: int) -> Server:
 
 
 def view(servers: int, trainers: int, backups: int = 1) -> View:
-    made = views.first([server(n) for n in range(servers)], backups, {})
+    made = view_changes.first([server(n) for n in range(servers)], backups, {})
     joined = tuple(Trainer(n, Client(f"trainer{n}", 0)) for n in range(trainers))
     return replace(made, trainers=joined, joined=trainers)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from tensorwire.parameter_server.decisions import views
+from tensorwire.parameter_server.decisions import view_changes, views
 from tensorwire.parameter_server.decisions.slots import SLOTS, evenly, moved, slot_of
 from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
 
@@ -49,45 +49,49 @@ def test_ids_fall_evenly_into_slots() -> None:
 
 
 def test_a_view_survives_the_store() -> None:
-    view = views.first([A, B, C], 1, {"servers": ["ps0"], "trainers": 2})
-    view = views.with_trainers(view, [Client("t1", 0), Client("t0", 3)])
-    view = views.without(view, {B})
+    view = view_changes.first([A, B, C], 1, {"servers": ["ps0"], "trainers": 2})
+    view = view_changes.with_trainers(view, [Client("t1", 0), Client("t0", 3)])
+    view = view_changes.without(view, {B})
     assert View.decode(view.encode()) == view
-    with_all = views.coordinated(view, D)
+    with_all = view_changes.coordinated(view, D)
     with_all = views.replace(with_all, snapshot=Snapshot("f", {0: 3}, 4), declared={"a": "x"})
-    with_all = views.with_left(with_all, views.Left(0, "t1", None, 7))
+    with_all = view_changes.with_left(with_all, views.Left(0, "t1", None, 7))
     assert View.decode(with_all.encode()) == with_all
 
 
 def test_trainers_are_numbered_by_their_names() -> None:
-    view = views.with_trainers(views.first([A], 0, {}), [Client("t1", 0), Client("t0", 3)])
+    view = view_changes.with_trainers(
+        view_changes.first([A], 0, {}), [Client("t1", 0), Client("t0", 3)]
+    )
     assert [(t.number, t.client.name) for t in view.trainers] == [(0, "t0"), (1, "t1")]
-    later = views.with_trainers(views.without_trainers(view, {0}), [Client("t0", 4)])
+    later = view_changes.with_trainers(view_changes.without_trainers(view, {0}), [Client("t0", 4)])
     assert [(t.number, t.client.name) for t in later.trainers] == [(1, "t1"), (2, "t0")]
 
 
 def test_a_backup_takes_over_and_a_server_that_came_is_asked_to_be_one() -> None:
-    view = views.without(views.first([A, B], 1, {}), {A})
+    view = view_changes.without(view_changes.first([A, B], 1, {}), {A})
     assert [shard.chain for shard in view.shards] == [(B,), (B,)]
     assert views.wanting(view, {B}) is None
     back = Server("ps0", 1)
-    view = views.with_server(view, back)
+    view = view_changes.with_server(view, back)
     assert views.wanting(view, {B, back}) == (0, back)
-    assert views.backed_up(view, 0, back).shards[0].chain == (B, back)
+    assert view_changes.backed_up(view, 0, back).shards[0].chain == (B, back)
 
 
 def test_a_cluster_that_shrinks_keeps_what_only_leaving_servers_have() -> None:
-    view = views.resized(views.first([A, B], 0, {}), [A])
+    view = view_changes.resized(view_changes.first([A, B], 0, {}), [A])
     assert view.active == (0,)
-    assert [shard.number for shard in views.trimmed(view).shards] == [0]
-    orphaned = views.without(views.resized(views.first([A, B], 1, {}), [B]), {B})
-    trimmed = views.trimmed(orphaned)
+    assert [shard.number for shard in view_changes.trimmed(view).shards] == [0]
+    orphaned = view_changes.without(
+        view_changes.resized(view_changes.first([A, B], 1, {}), [B]), {B}
+    )
+    trimmed = view_changes.trimmed(orphaned)
     assert [shard.chain for shard in trimmed.shards] == [(A,)]
     assert trimmed.servers == (A,)
 
 
 def test_the_first_living_server_coordinates() -> None:
-    view = views.first([A, B, C], 1, {})
+    view = view_changes.first([A, B, C], 1, {})
     assert not views.is_next_coordinator(view, B, {A, B, C})
     assert views.is_next_coordinator(view, B, {B, C})
     assert not views.is_next_coordinator(view, C, {B, C})

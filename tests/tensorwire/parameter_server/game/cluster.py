@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions import orders, view_changes
 from tensorwire.parameter_server.decisions.leases import LEASE
 from tensorwire.parameter_server.decisions.lives import Latest
 from tensorwire.parameter_server.decisions.pushes import PushKind
@@ -77,7 +77,7 @@ class Game:
             self.start_server(name)
         servers = [self.server(name).life for name in names]
         settings = settings_of(self.plan.consistency, names, self.plan.trainers)
-        self.view = self.first_view = views.first(servers, self.plan.backups, settings)
+        self.view = self.first_view = view_changes.first(servers, self.plan.backups, settings)
         self.stranger = random.Random(f"stranger {seed}")
         self.written = [self.view]
         """All views that were ever in the store."""
