@@ -24,6 +24,7 @@ from tests.tensorwire.parameter_server.game import check_game
 from tests.tensorwire.parameter_server.game.plans import (
     draw_plan_with_leases,
     draw_plan_with_samples,
+    draw_plan_with_sleepers,
 )
 from tests.tensorwire.pipeline.backup_game import check_game as check_pipeline
 
@@ -52,8 +53,9 @@ def _play_games(first: int, end: int) -> str:
     for seed in range(first // 10, end // 10):
         try:
             Game(seed).play()
+            check_game(seed, draw_plan_with_sleepers)
         except AssertionError as error:
-            return f"Game({seed}).play(): {error}"
+            return f"Game({seed}).play(), and the game of that seed with sleepers: {error}"
     return ""
 
 

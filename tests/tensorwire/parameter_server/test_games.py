@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tensorwire.parameter_server.game import check_game
+from tests.tensorwire.parameter_server.game.plans import draw_plan_with_sleepers
 
 _SEEDS_EACH = 15
 
@@ -13,6 +14,11 @@ _SEEDS_EACH = 15
 def test_every_rule_holds_whatever_happens_in_which_order(chunk: int) -> None:
     for seed in range(chunk * _SEEDS_EACH, (chunk + 1) * _SEEDS_EACH):
         check_game(seed)
+
+
+def test_every_rule_holds_when_heads_sleep_until_others_have_taken_their_places() -> None:
+    for seed in range(8):
+        check_game(seed, draw_plan_with_sleepers)
 
 
 _SEEDS_THAT_BROKE = {

@@ -1,11 +1,13 @@
 """The game finds mistakes in the decisions: each of these mutants breaks a rule within some seeds.
 
-What a mutant needs is not in every game; so many seeds sufficed with a margin. A head that is not
-fenced survives: in the game nobody hears of one that was replaced (``test_replication`` does).
+What a mutant needs is not in every game: some have games of their own, in which little else goes
+wrong. A log that does not refuse the records of a replaced head survives, as servers that know a
+later chain turn these away before they reach it (``decisions/test_replication`` tests the log).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ from tensorwire.parameter_server.decisions import (
     confirmation,
     coordination,
     gate,
+    leases,
     lives,
     quorum,
     reads,
@@ -29,8 +32,13 @@ from tensorwire.parameter_server.decisions import unacknowledged as kept
 from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import BSP, Async
 from tensorwire.parameter_server.storage.dense import DenseShard
-from tests.tensorwire.parameter_server.game import check_game, cluster
-from tests.tensorwire.parameter_server.game.plans import Plan, calm, draw_plan
+from tests.tensorwire.parameter_server.game import check_game, cluster, processes
+from tests.tensorwire.parameter_server.game.plans import (
+    Plan,
+    calm,
+    draw_plan,
+    draw_plan_with_sleepers,
+)
 
 _SEEDS = 200
 _TURNS = 15_000
@@ -128,6 +136,39 @@ def _answers_pulls_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reads.Reads, "_may_be_answered", lambda self, pull, clock: True)
 
 
+def _answers_pulls_without_a_lease(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(leases.Lease, "is_valid", lambda self, now: True)
+
+
+def _has_a_lease_as_soon_as_it_asks(patch: pytest.MonkeyPatch) -> None:
+    asked = leases.Lease.asked
+
+    def granted(self: Any, end: int, now: float) -> None:
+        asked(self, end, now)
+        self._proven_at, self.renew_at = now, now + leases.LEASE / 2
+
+    patch.setattr(leases.Lease, "asked", granted)
+
+
+def _counts_leases_from_when_the_answer_is_read(patch: pytest.MonkeyPatch) -> None:
+    """As a head does that sleeps between its question and the answer."""
+    answered, durable = processes.Process.answered, leases.Lease.durable
+    now = -math.inf
+
+    def read(self: Any, number: int, answer: Any) -> None:
+        nonlocal now
+        now = self.game.time_of(self)
+        answered(self, number, answer)
+
+    def from_now_on(self: Any, position: int) -> None:
+        if self.pending is not None:
+            self.pending = self.pending[0], max(now, self.pending[1])
+        durable(self, position)
+
+    patch.setattr(processes.Process, "answered", read)
+    patch.setattr(leases.Lease, "durable", from_now_on)
+
+
 def _sends_nothing_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kept.Unacknowledged, "again", lambda self, shard: [])
 
@@ -201,6 +242,9 @@ _MUTANTS: list[Mutate] = [
     _answers_before_it_is_safe,
     _forgets_records_of_a_copy,
     _answers_pulls_too_early,
+    _answers_pulls_without_a_lease,
+    _has_a_lease_as_soon_as_it_asks,
+    _counts_leases_from_when_the_answer_is_read,
     _sends_nothing_again,
     _forgets_what_lies_at_shards_that_are_no_more,
     _forgets_that_shards_were_lost,
@@ -253,6 +297,9 @@ _PLANS: dict[Mutate, Callable[[int], Plan]] = {
     _takes_steps_that_others_may_lack: _dying_trainers,
     _takes_pushes_of_an_old_map: _moving,
     _sends_nothing_again: _dying_heads,
+    _answers_pulls_without_a_lease: draw_plan_with_sleepers,
+    _has_a_lease_as_soon_as_it_asks: draw_plan_with_sleepers,
+    _counts_leases_from_when_the_answer_is_read: draw_plan_with_sleepers,
     _answers_before_it_is_safe: _dying_heads,
     _takes_lives_for_lost_of_which_it_has_not_heard: _coming_back,
 }

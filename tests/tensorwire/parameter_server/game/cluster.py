@@ -28,6 +28,8 @@ from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
 
 PATIENCE = 60_000
 SECONDS_PER_TURN = 0.01
+_LONGEST_SLEEP = 20.0
+"""Seconds after which sleepers wake of whom the others cannot agree that they are lost."""
 
 
 class Game:
@@ -38,11 +40,10 @@ class Game:
         self.plan = plan
         self.rules = Rules(self)
         slow = {"import": self.plan.slow_rows, "push": self.plan.slow_pushes}
+        slow["record"] = self.plan.slow_records
         self.slow = {kind for kind, is_slow in slow.items() if is_slow}
         self.numbers = 0
         self.now = 0.0
-        self.replaced_at: dict[tuple[int, int], float] = {}
-        """By shard and version of its chain, when the store had a later one."""
         self.network: list[tuple[Server, Server, Any]] = []
         self.tasks: list[tuple[Server, Callable[[], None]]] = []
         self.living: dict[Server, Process] = {}
@@ -78,6 +79,7 @@ class Game:
         servers = [self.server(name).life for name in names]
         settings = settings_of(self.plan.consistency, names, self.plan.trainers)
         self.view = self.first_view = view_changes.first(servers, self.plan.backups, settings)
+        self.rules.note_chains(self.view)
         self.stranger = random.Random(f"stranger {seed}")
         self.written = [self.view]
         """All views that were ever in the store."""
@@ -181,7 +183,7 @@ class Game:
             accepted = self.view == effect.expected
             if accepted:
                 self.rules.check_view(effect.view)
-                self.note_replaced(effect.view)
+                self.rules.note_chains(effect.view)
                 self.view = effect.view
                 self.written.append(self.view)
             view = self.view
@@ -199,13 +201,6 @@ class Game:
         """The view, one that somebody put back, or none; members do not believe the latter two."""
         shown = [self.view, None, self.stranger.choice(self.written)]
         return self.stranger.choice(shown)
-
-    def note_replaced(self, view: View) -> None:
-        for shard in self.view.shards:
-            found = view.shard(shard.number)
-            is_new = found is None or found.chain[:1] != shard.chain[:1]
-            if is_new and len(shard.chain) > 1:  # one alone has nobody to ask
-                self.replaced_at[shard.number, shard.version] = self.now
 
     def time_of(self, process: Process) -> float:
         """The time by its own clock."""
@@ -246,7 +241,7 @@ class Game:
         """It stops for a while: the others do not notice, or take it for lost."""
         process.asleep, process.fell_asleep = True, self.now
         kind = "trainer" if isinstance(process, TrainerProcess) else "kill"
-        if not self.budget[kind] or self.random.random() < 0.3:
+        if not self.budget[kind] or (self.random.random() < 0.3 and not self.plan.sleepers):
             return
         self.budget[kind] -= 1
         process.expelled = True
@@ -256,7 +251,7 @@ class Game:
             self.lost_trainers.add(process.life)
         for other in list(self.living.values()):
             if other is not process:
-                self.tasks.append((other.life, lambda o=other: self.tell_lost(o, process.life)))
+                self.tell_lost_soon(other, process.life)
         if isinstance(process, TrainerProcess) and (
             process.number < 0 or self.random.random() < 0.7
         ):
@@ -289,14 +284,36 @@ class Game:
                 self.later(process, lambda: is_refused(other))
 
         if process.expelled:
+            if self.plan.sleepers:
+                self.read(process)
             self.later(process, learn)
             for other in self.living.values():
                 if other is not process and self.random.random() < 0.5:
                     self.later(process, lambda o=other: is_refused(o))
 
+    def read(self, process: Process) -> None:
+        """A sleeper reads what was sent to it, answers first, before it hears what became of it."""
+        unread = [each for each in self.network if each[1] == process.life]
+        self.network = [each for each in self.network if each[1] != process.life]
+        for each in sorted(unread, key=lambda each: each[2][0] != "answer"):
+            self.deliver(*each)
+
     def tell_lost(self, hearer: Process, life: Server, is_proven: bool = False) -> None:
         self.network = [m for m in self.network if not (m[0] == life and m[1] == hearer.life)]
         hearer.hear_lost(life, is_proven)
+
+    def tell_lost_soon(self, hearer: Process, life: Server) -> None:
+        """Tells of a loss: of a sleeper's after a while; with late news, some much later."""
+
+        def tell() -> None:
+            if self.plan.sleepers and self.random.random() < patience:
+                self.later(hearer, tell)
+            else:
+                self.tell_lost(hearer, life)
+
+        is_late = self.plan.late_news and self.random.random() < 0.4
+        patience = 0.98 if is_late else 0.9
+        self.later(hearer, tell)
 
     def isolate(self, process: ServerProcess) -> None:
         """It lives, but everybody takes it for lost; it still reaches the store."""
@@ -323,7 +340,8 @@ class Game:
     def mishap(self) -> None:
         r = self.random
         healthy = [p for p in self.servers if self.is_healthy(p)]
-        kind = r.choice(["kill", "kill", "trainer", "snapshot", "resize", "restart", "stop"])
+        kinds = ["kill", "kill", "trainer", "snapshot", "resize", "restart", "stop"]
+        kind = r.choice([*kinds, "stop", "stop", "stop"] if self.plan.sleepers else kinds)
         if self.plan.publishes:
             self.publisher.take()
         if kind == "kill" and self.budget["kill"] and len(healthy) > 0:
@@ -354,9 +372,20 @@ class Game:
             self.restart_one()
         elif kind == "stop" and self.budget["nap"]:
             awake = [p for p in (*healthy, *self.trainers) if not p.asleep and not p.expelled]
+            if self.plan.sleepers:
+                awake = [p for p in awake if self.has_backup(p)]
             if awake:
                 self.budget["nap"] -= 1
                 self.stop(r.choice(awake))
+
+    def may_stop(self) -> bool:
+        """True while there is training, and nobody sleeps."""
+        sleeps = any(each.asleep for each in self.living.values())
+        return not sleeps and any(each.phase == "work" for each in self.trainers)
+
+    def has_backup(self, process: Process) -> bool:
+        """True of the head of a shard that has backups."""
+        return any(s.chain[:1] == (process.life,) and s.chain[1:] for s in self.view.shards)
 
     def take_snapshot(self) -> None:
         self.budget["snapshot"] -= 1
@@ -392,9 +421,12 @@ class Game:
                 self.rules.check_end()
                 return turn
             if r.random() < 0.02:
-                self.mishap()
+                if not self.plan.sleepers or self.may_stop():
+                    self.mishap()
+                else:
+                    self.restart_one()
             for process in [p for p in self.living.values() if p.asleep]:
-                if r.random() < 0.005:
+                if r.random() < 0.005 and self.may_wake(process):
                     self.wake(process)
             choices = len(self.network) + len(self.tasks)
             if choices == 0:
@@ -454,6 +486,9 @@ class Game:
         if self.is_asleep(to):
             return
         del self.network[choice - len(self.tasks)]
+        self.deliver(source, to, what)
+
+    def deliver(self, source: Server, to: Server, what: Any) -> None:
         process = self.living.get(to)
         if process is not None and what[0] != "lost" and process.takes_for_lost(source):
             return
@@ -473,6 +508,12 @@ class Game:
             process.answered(what[1], what[2])
         else:
             process.see(what[1])
+
+    def may_wake(self, process: Process) -> bool:
+        """False of a sleeper until its leases are over; if nobody takes its place, for a while."""
+        awaits = self.plan.sleepers and process.expelled and isinstance(process, ServerProcess)
+        latest = process.fell_asleep + _LONGEST_SLEEP
+        return not awaits or self.now > min(latest, self.rules.leases_end(process))
 
     def is_asleep(self, life: Server) -> bool:
         process = self.living.get(life)

@@ -56,6 +56,12 @@ class Plan:
     """The clocks of those stand meanwhile, as those of a machine that is paused."""
     stranger: bool = False
     """Newcomers are shown views that were put back, or none, as a store may be somebody else's."""
+    sleepers: bool = False
+    """Heads stop until they are replaced, and read what was sent to them before they hear of it."""
+    late_news: bool = False
+    """Some hear that such a head was lost long after others."""
+    slow_records: bool = False
+    """Records are long on their way to backups."""
     batches: int = 0
     """The batches of a sampler that trainers train, instead of a number of steps."""
 
@@ -95,6 +101,27 @@ def calm(plan: Plan) -> Plan:
         plan, kills=0, trainer_kills=0, snapshots=0, resizes=0, naps=0,
         zombies=False, newcomers=False, stranger=False, publishes=False,
     )  # fmt: skip
+
+
+def draw_plan_with_sleepers(seed: int) -> Plan:
+    """The plan of a seed in which heads sleep until others have taken their places."""
+    r = random.Random(f"sleepers {seed}")
+    return replace(
+        draw_plan(seed),
+        consistency=r.choice([BSP(), SSP(2), Async(), Async()]),
+        servers=r.randint(2, 3),
+        backups=r.choice([1, 1, 2]),
+        steps=r.randint(6, 14),
+        kills=r.randint(1, 4),
+        naps=r.randint(2, 8),
+        resizes=0,
+        zombies=False,
+        clocks_stand=False,
+        slow_pushes=False,
+        sleepers=True,
+        late_news=r.random() < 0.5,
+        slow_records=r.random() < 0.3,
+    )
 
 
 def draw_plan_with_samples(seed: int) -> Plan:

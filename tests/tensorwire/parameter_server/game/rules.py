@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -34,6 +35,29 @@ class Rules:
 
     def __init__(self, game: Game) -> None:
         self.game = game
+        self.chains: dict[tuple[int, int], tuple[Server, ...]] = {}
+        """By shard and version, each chain that there ever was."""
+        self.replaced_at: dict[tuple[int, int], float] = {}
+        """Likewise, when a backup first knew that its head was replaced: it refuses that one."""
+
+    def note_chains(self, view: View) -> None:
+        """A view is in the store."""
+        for shard in view.shards:
+            self.chains[shard.number, shard.version] = shard.chain
+
+    def note_seen(self, server: ServerProcess, view: View) -> None:
+        """A server knows a view."""
+        for (number, version), chain in self.chains.items():
+            found = view.shard(number)
+            is_replaced = number < view.made if found is None else found.chain[:1] != chain[:1]
+            is_later = found is None or found.version > version
+            if server.life in chain[1:] and is_replaced and is_later:
+                self.replaced_at.setdefault((number, version), self.game.now)
+
+    def leases_end(self, head: ServerProcess) -> float:
+        """The time at which the last lease of a head is over; never, unless it was replaced."""
+        known = [key for key in self.replaced_at if self.chains[key][:1] == (head.life,)]
+        return max((self.replaced_at[key] + LEASE for key in known), default=math.inf)
 
     def check_view(self, view: View) -> None:
         if view.number != self.game.view.number + 1:
@@ -105,7 +129,7 @@ class Rules:
     def check_read(self, server: ServerProcess, shard: int, came: float) -> None:
         """A head that was replaced takes no pull once its lease is over, if its clock goes on."""
         version = server.replicas[shard].version
-        replaced = self.game.replaced_at.get((shard, version))
+        replaced = self.replaced_at.get((shard, version))
         if replaced is not None and not server.behind and came > replaced + LEASE:
             raise Broken(f"{server.life} answers a pull for shard {shard}, whose head it was")
 

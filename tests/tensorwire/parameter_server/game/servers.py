@@ -129,6 +129,7 @@ class ServerProcess(Process):
             self.maybe_coordinate()
             return
         self.view = view
+        self.game.rules.note_seen(self, view)
         self.was_named |= views.names(view, self.life)
         self.term = max(self.term, view.term)
         kept = {number: replica.version for number, replica in self.replicas.items()}

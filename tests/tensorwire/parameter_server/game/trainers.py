@@ -54,7 +54,7 @@ class TrainerProcess(Process):
         """It is asked if some are lost to it, too: it says so as soon as they are."""
         if all(self.takes_for_lost(each) for each in what[2]):
             self.game.send(self.life, sender, ("answer", number, True))
-        else:
+        elif sender in self.game.living:
             self.game.later(self, lambda: self.handle(sender, number, what))
 
     def begin(self) -> None:
