@@ -45,6 +45,7 @@ _SECONDS_TO_TAKE: Final = 60.0
 _SECONDS_BETWEEN_LOOKS: Final = 0.02
 _PIECE: Final = 1 << 17
 _STRANGERS: Final = 64
+_SECONDS_TO_RECOVER: Final = 1.0
 _logger: Final = logging.getLogger("tensorwire")
 
 
@@ -89,7 +90,7 @@ class ChainServer:
         self._tls = None if tls is None else _accepting(Certificates(tls, PUBLISHER_NAME))
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
-        self._connections = _Connections(_Versions(self.folder), key, max_readers)
+        self._connections = _Connections(_Versions(self.folder), key, max_readers, self._tls)
         self._is_ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="tensorwire-publisher", daemon=True)
@@ -108,17 +109,11 @@ class ChainServer:
 
     async def _serve(self) -> None:
         self._closing = asyncio.Event()
-        handshake = _SECONDS_TO_PROVE if self._tls else None
-        server = await asyncio.start_server(
-            self._connections.serve,
-            sock=self._listener,
-            limit=HELLO_BYTES,
-            ssl=self._tls,
-            ssl_handshake_timeout=handshake,
-        )
+        accepting = asyncio.create_task(self._connections.accept(self._listener))
         self._is_ready.set()
         await self._closing.wait()
-        server.close()
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
         await self._connections.end()
 
     def close(self) -> None:
@@ -138,7 +133,9 @@ def _listen(host: str, port: int) -> socket.socket:
     family, _, _, _, place = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    return socket.create_server(place[:2], family=family, backlog=128)
+    listener = socket.create_server(place[:2], family=family, backlog=128)
+    listener.setblocking(False)
+    return listener
 
 
 def _accepting(certificates: Certificates) -> ssl.SSLContext:
@@ -208,51 +205,88 @@ class _OpenFile:
 
 
 class _Connections:
-    """All connections, on the thread of the loop."""
+    """All connections, on the thread of the loop.
 
-    def __init__(self, versions: _Versions, key: bytes, max_readers: int) -> None:
+    Strangers are counted from the moment on at which their connection is accepted, before TLS.
+    """
+
+    def __init__(
+        self, versions: _Versions, key: bytes, max_readers: int, tls: ssl.SSLContext | None
+    ) -> None:
         self._versions = versions
         self._key = key
         self._max_readers = max_readers
-        self._strangers = UnauthenticatedConnections[asyncio.StreamWriter](
-            _STRANGERS, _SECONDS_TO_PROVE
-        )
+        self._tls = tls
+        self._strangers = UnauthenticatedConnections[socket.socket](_STRANGERS, _SECONDS_TO_PROVE)
         self._readers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[socket.socket, asyncio.Task[None]] = {}
+
+    async def accept(self, listener: socket.socket) -> None:
+        """Takes connections until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connected, address = await loop.sock_accept(listener)
+            except OSError as error:  # such as too many open files
+                _logger.warning("the publisher cannot take a connection: %s", error)
+                await asyncio.sleep(_SECONDS_TO_RECOVER)
+                continue
+            evicted = self._strangers.add(connected, address[0], time.monotonic())
+            if evicted is connected:
+                connected.close()
+                continue
+            if evicted is not None:
+                self._tasks[evicted].cancel()
+            self._tasks[connected] = loop.create_task(self._serve(connected))
+            await asyncio.sleep(0)  # it begins, and owns the socket from then on
 
     async def end(self) -> None:
         """Ends all connections."""
-        for each in self._tasks:
+        tasks = list(self._tasks.values())
+        for each in tasks:
             each.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, connected: socket.socket) -> None:
         """One connection, from its first byte to its last."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+        writer: asyncio.StreamWriter | None = None
         try:
-            await self._serve(reader, writer)
+            reader, writer = await self._opened(connected)
+            await self._answer(connected, reader, writer)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):
             pass  # the reader is gone or too slow; it comes again if it wants more
         except (HandshakeError, MessageError) as error:
             _logger.info("a connection to the publisher is refused: %s", error)
         except asyncio.CancelledError:
-            pass  # this server ends
+            pass  # this server ends, or there are too many strangers
         finally:
-            self._tasks.discard(task)
-            self._strangers.discard(writer)
-            self._readers.discard(writer)
-            writer.transport.abort()
+            del self._tasks[connected]
+            self._strangers.discard(connected)
+            if writer is not None:
+                self._readers.discard(writer)
+                writer.transport.abort()
             await asyncio.sleep(0)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        origin = (writer.get_extra_info("peername") or ("",))[0]
-        evicted = self._strangers.add(writer, origin, time.monotonic())
-        if evicted is not None:
-            evicted.transport.abort()
+    async def _opened(
+        self, connected: socket.socket
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=HELLO_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        patience = None if self._tls is None else _SECONDS_TO_PROVE
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, connected, ssl=self._tls, ssl_handshake_timeout=patience
+        )
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    async def _answer(
+        self,
+        connected: socket.socket,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         await asyncio.wait_for(self._shake_hands(reader, writer), _SECONDS_TO_PROVE)
-        self._strangers.discard(writer)
+        self._strangers.discard(connected)
         if len(self._readers) >= self._max_readers:
             text = f"it has {self._max_readers} readers, as many as it may have"
             await _send(writer, messages.error_reply(Problem.OTHER, text))

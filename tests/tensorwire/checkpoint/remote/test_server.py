@@ -253,7 +253,7 @@ def test_a_slow_reader_holds_nobody_up_and_takes_little_memory(tmp_path: Path) -
         loop = published.server._loop
         written = [
             task.get_coro().cr_frame.f_locals["writer"].transport.get_write_buffer_size()
-            for task in published.server._connections._tasks
+            for task in published.server._connections._tasks.values()
             if task.get_loop() is loop
         ]
         assert len(written) >= 8
@@ -272,6 +272,23 @@ def test_who_proves_nothing_is_let_go(
             with contextlib.suppress(ConnectionResetError):
                 while connected.recv(100):
                     pass
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_strangers_are_few_before_they_prove_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tls: bool
+) -> None:
+    monkeypatch.setattr(server, "_SECONDS_TO_PROVE", 600.0)
+    tls = certificates.write(tmp_path, "publisher") if has_tls else None
+    with ChainServer(tmp_path / "chain", _KEY, tls=tls) as served:
+        strangers = [_connect(served.port) for _ in range(2 * server._STRANGERS)]
+        for each in strangers[server._STRANGERS :]:
+            with each, contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b"", "it is let go at once, though others say nothing"
+        for each in strangers[: server._STRANGERS]:
+            each.setblocking(False)
+            with each, pytest.raises(BlockingIOError):
+                each.recv(1)
 
 
 def test_strangers_do_not_keep_readers_out(
