@@ -17,6 +17,7 @@ import rpc
 from remote_module import RemoteModule
 from rpc import extend
 from tensorwire import checkpoint
+from tensorwire.checkpoint.remote.keys import write_reader_key
 from tests import waiting
 from tests.rpc.worker_processes import WorkerProcess, join, leave
 
@@ -95,6 +96,58 @@ def test_a_process_that_is_killed_while_saving_never_harms_the_last_checkpoint(
         assert all(bool((each == step).all()) for each in tensors)
     checkpoint.retain(folder, last=1)
     assert [each.name for each in folder.iterdir()] == [found[-1].path.name]
+
+
+def _follow_for_ever(url: str, folder: Path) -> None:
+    """Notes the newest version; all tensors of each hold its number."""
+    key, cache = folder / "reader.key", folder / "cache"
+    with checkpoint.follow(url, key_file=key, cache=cache, interval=0.001) as weights:
+        while True:
+            with weights.pinned() as state:
+                tensors = state.value("model").values()
+                assert all(bool((each == state.version).all()) for each in tensors)
+            (folder / "new").write_text(str(state.version))
+            (folder / "new").rename(folder / "seen")
+            weights.wait_for(version=state.version + 1, timeout=60)
+
+
+@pytest.mark.kills(30, usual=1)
+def test_a_follower_that_is_killed_goes_on_with_what_it_had_fetched(
+    tmp_path: Path, kill_seed: int
+) -> None:
+    dice, model = random.Random(kill_seed), _Filled(4, 50_000)
+    key = checkpoint.reader_key(b"the key of the group")
+    write_reader_key(tmp_path / "reader.key", key)
+
+    def update() -> None:
+        for each in model.buffers():
+            each += 1
+        publishing.update()
+
+    def seen() -> int:
+        return int((tmp_path / "seen").read_text()) if (tmp_path / "seen").exists() else -1
+
+    with (
+        checkpoint.publish({"model": model}, tmp_path / "chain", base_every=3) as publishing,
+        checkpoint.ChainServer(tmp_path / "chain", key) as server,
+    ):
+        told = f"tensorwire://127.0.0.1:{server.port}", tmp_path
+        follower = WorkerProcess()
+        follower.begin(_follow_for_ever, *told)
+        waiting.until(lambda: seen() >= 2, 60, meanwhile=update)
+        time.sleep(dice.uniform(0, 0.05))  # no synchronisation: the moment is to be any
+        update()
+        follower.send_signal(signal.SIGKILL)
+        follower.process.join()
+        before = seen()
+        follower.end()
+        follower = WorkerProcess()
+        try:
+            follower.begin(_follow_for_ever, *told)
+            waiting.until(lambda: seen() >= before + 3, 60, meanwhile=update)
+        finally:
+            follower.send_signal(signal.SIGKILL)
+            follower.end()
 
 
 def _number(folder: Path) -> int:
