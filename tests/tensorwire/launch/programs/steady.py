@@ -52,7 +52,7 @@ def train(folder: Path, me: str, seconds: float = 60.0) -> torch.Tensor:
     ]
     cluster.join()
     if me == "trainer:0" and not (folder / "pids.json").exists():
-        found = {each.name: rpc.rpc_sync(each.name, os.getpid) for each in rpc.workers()}
+        found = {name: rpc.rpc_sync(name, os.getpid) for name in (*SERVERS, *TRAINERS)}
         found["store"] = os.environ.get("RPC_INIT_METHOD", "")
         note(folder / "pids.json", json.dumps(found))
     while cluster.step < STEPS:
