@@ -19,6 +19,7 @@ from typing import Any, Final
 from tensorwire.parameter_server.decisions import beginnings, orders, view_changes, views
 from tensorwire.parameter_server.decisions.publishing import Publishing, why_not_written
 from tensorwire.parameter_server.decisions.pushes import Reached, Status
+from tensorwire.parameter_server.decisions.quorum import Electorate
 from tensorwire.parameter_server.decisions.tasks import (
     AskAll,
     Edit,
@@ -93,6 +94,7 @@ class Coordinator(Publishing):
             self._over.add(server)
         if server in self._living:
             self._living.discard(server)
+            self._widen_polls(self._lost_trainers())
             if self.view.coordinator == self._me:  # else once it has taken over
                 self._begin(self._drop_server(server))
 
@@ -121,6 +123,7 @@ class Coordinator(Publishing):
                 trainer = self.view.trainer(client)
                 if trainer is not None:
                     self._dismiss_soon(trainer.number)
+                    self._widen_polls(self._lost_trainers())
         return self.publisher_lost(name, incarnation)
 
     def asked(self, request: int, what: orders.Request) -> list[Effect]:
@@ -342,12 +345,24 @@ class Coordinator(Publishing):
         else:
             self._begin(self._dismiss(number))
 
+    def _lost_trainers(self) -> frozenset[Server]:
+        """The lives of trainers that are lost and not dismissed, if trainers may have to decide.
+
+        They have no vote. A dismissal may have to wait for a change that waits for a server that
+        was lost, too, as on one machine: all three would wait for ever.
+        """
+        voters = Electorate(self.view, self._over, ()).servers
+        if 2 * len({self._me, *self._living}.intersection(voters)) > len(voters):
+            return frozenset()
+        gone = self._gone - self._certainly_gone
+        clients = (trainer.client for trainer in self.view.trainers)
+        return frozenset(_life_of(each) for each in clients if each in gone)
+
     def _dismiss(self, number: int) -> Steps:
         """A trainer was lost."""
         clients = [t.client for t in self.view.trainers if t.number == number]
-        suspects = [each for each in clients if each not in self._certainly_gone]
-        if suspects:
-            yield Majority(frozenset(map(_life_of, suspects)))
+        if not self._certainly_gone.issuperset(clients):
+            yield Majority(frozenset(map(_life_of, clients)) | self._lost_trainers())
         self._certainly_gone.update(clients)
         yield Edit(lambda view: _without_trainer(view, number))
         end = yield from self._settle(number)
@@ -396,7 +411,7 @@ class Coordinator(Publishing):
     # --- servers
 
     def _drop_server(self, server: Server) -> Steps:
-        yield Majority(frozenset([server]))
+        yield Majority(frozenset([server]) | self._lost_trainers())
         yield Edit(lambda view: _without_server(view, server))
         if _lost_shards(self.view):
             self._begin_again()

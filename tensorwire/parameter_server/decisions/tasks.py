@@ -432,6 +432,14 @@ class Tasks:
 
     # --- votes
 
+    def _widen_polls(self, lost: frozenset[Server]) -> None:
+        """Others are lost, too: all votes are asked for once more, and of them none."""
+        for poll in self._polls:
+            if not lost <= poll.suspects:
+                poll.suspects |= lost
+                poll.asked, poll.answered, poll.failed = {}, set(), set()
+        self._count_votes()
+
     def _take_vote(self, poll: _Poll, ask: int, answer: Any) -> None:
         voter, number = poll.asked.pop(ask)
         if answer is True:

@@ -51,6 +51,7 @@ class _Trainer:
         self.state = self.optimizer.state_dict()
         self.samples = self.cluster.samples(8, batch_size=2)
         self.tracked = self.samples.track(DataLoader(range(8), batch_sampler=self.samples))  # type: ignore[arg-type]
+        self.trained = self.samples.state_dict()
         self.bags = {"f": torch.nested.nested_tensor([[1, 2], [3]], layout=torch.jagged)}
         self.table.push(torch.arange(4), torch.ones(4, 2))
         for cluster in (self.cluster, self.newcomer):
@@ -136,6 +137,8 @@ def _calls(trainer: _Trainer, folder: Path) -> Calls:
         "Optimizer.state_dict": optimizer.state_dict,
         "Optimizer.load_state_dict": lambda: optimizer.load_state_dict(trainer.state),
         "Samples.progress": lambda: trainer.samples.progress,
+        "Samples.state_dict": trainer.samples.state_dict,
+        "Samples.load_state_dict": lambda: trainer.samples.load_state_dict(trainer.trained),
         "Tracked.turns": lambda: next(trainer.tracked.turns()),
         "Tracked.recover": lambda: trainer.tracked.recover(went_back),
         "Reader.pull": lambda: cluster.reader(_PATIENCE).pull({"items": ids}),

@@ -306,6 +306,28 @@ def test_a_server_that_is_lost_while_the_view_that_names_it_is_stored_is_voted_o
     assert PS3 not in views.servers_of(played.stores[0])
 
 
+@pytest.mark.parametrize("is_server_first", [True, False])
+def test_a_machine_with_a_server_and_a_trainer_is_lost_while_a_snapshot_waits_for_it(
+    is_server_first: bool,
+) -> None:
+    """Of two servers and two trainers one each is left; the dismissal waits for the snapshot."""
+    other = Trainer(1, Client("trainer1", 0))
+    played = Played(PS0, view(2, "BSP", (TRAINER, other)))
+    played.unheard = {}
+    played.do(played.coordinator.asked(1, orders.TakeSnapshot("new", "draft")))
+    assert played.unheard
+    losses = [
+        lambda: played.coordinator.server_lost(PS1),
+        lambda: played.coordinator.worker_lost(other.client.name, 0),
+    ]
+    for lose in losses if is_server_first else reversed(losses):
+        played.do(lose())
+    played.polls = [poll for poll in played.polls if len(poll.suspects) == 2]
+    played.vote(Server(TRAINER.client.name, 0), PS1, Server(other.client.name, 0))
+    assert PS1 not in played.view.servers
+    assert played.view.generation == 1
+
+
 def test_a_server_that_no_view_names_is_forgotten_without_a_vote() -> None:
     played = Played(PS0, view(3))
     played.do(played.coordinator.server_came(PS3))
