@@ -18,9 +18,12 @@ for which it polls is not told, which spares an echo of 64 KB 5 %.
 
 While both ends poll, answers come soon and are found that way; once one end slept, it answers
 late, so that the other gives up, sleeps, and answers late itself. So a wait that ends early, or
-sleeps at once, leaves its time to later ones, and one longer poll brings both ends back. On
-average no wait polls for longer than it may; the small tensors above took half the time on a
-machine that others disturb, `remote` a quarter less.
+sleeps at once, leaves its time to later ones, and one longer poll brings both ends back. By
+this, on average no wait polls for longer than it may; the small tensors above took half the time
+on a machine that others disturb, `remote` a quarter less.
+
+A step of autograd waits for longer than that each time, at both ends. How long such waits usually
+take is learned (``usual_wait``), and polled for while it holds.
 
 With more processes than cores nobody polls but for a trial now and then (``core_contention``):
 callers that do would keep the worker that should answer them from running.
@@ -41,6 +44,7 @@ import time
 from collections.abc import Callable
 
 from rpc.transports.tensorwire.core_contention import Contention, ThreadTimes, thread_times
+from rpc.transports.tensorwire.usual_wait import UsualWait
 
 _MOST_CREDIT = 16
 _PRICE_OF_FAILURE = 4
@@ -59,6 +63,7 @@ class BusyPoller:
         epoll: what to wait on.
         max_events: to return at once.
         seconds: to poll before sleeping, on average; 0 to sleep at once.
+        usual: has learned how long to poll for what takes longer than that.
         clock: tells the time in seconds, the same to all processes of the host.
         times: what the kernel counted of the running thread, if it does.
     """
@@ -68,12 +73,14 @@ class BusyPoller:
         epoll: select.epoll,
         max_events: int,
         seconds: float,
+        usual: UsualWait,
         clock: Callable[[], float] = time.perf_counter,
         times: Callable[[], ThreadTimes | None] = thread_times,
     ) -> None:
         self._poll = epoll.poll
         self._max_events = max_events
         self._seconds = seconds
+        self._usual = usual
         self._clock = clock
         self._most_saved = max(0.0, min(_WAITS_SAVED * seconds, _LONGEST_SECONDS - seconds))
         self._saved = 0.0
@@ -93,19 +100,31 @@ class BusyPoller:
             contention.looked(now, self._times())
         if now < contention.paused_until:
             return poll(timeout, self._max_events)
-        if self._credit <= 0 and now % _TRIAL_EVERY_SECONDS > _TRIAL_SECONDS:
+        usual = self._usual
+        if self._credit <= 0 and not usual.seconds and now % _TRIAL_EVERY_SECONDS > _TRIAL_SECONDS:
             self._saved = min(self._saved + self._seconds, self._most_saved)
-            return poll(timeout, self._max_events)
-        end = now + self._seconds + self._saved
+            return self._sleep(timeout, now)
+        began = now
+        own_end = end = now + self._seconds + self._saved
+        if now + usual.seconds > end:
+            end = now + usual.seconds
         while True:
             events = poll(0, self._max_events)
             if events:
                 self._credit = min(self._credit + 1, _MOST_CREDIT)
-                self._saved = min(end - now, self._most_saved)
+                self._saved = min(max(own_end - now, 0.0), self._most_saved)
+                if now - began > self._seconds:
+                    usual.ended(now - began)
                 return events
             _give_way()
             now = clock()
             if now > end:
                 self._credit = max(self._credit - _PRICE_OF_FAILURE, 0)
                 self._saved = 0.0
-                return poll(timeout, self._max_events)
+                return self._sleep(timeout, began)
+
+    def _sleep(self, timeout: float, began: float) -> list[tuple[int, int]]:
+        """Sleeps until something comes; notes how long the wait has taken since it began."""
+        events = self._poll(timeout, self._max_events)
+        self._usual.ended(self._clock() - began)
+        return events

@@ -59,7 +59,8 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         busy_poll: seconds, at most 0.01, that a thread which waits for messages polls for
             them before it sleeps, as long as it often finds some that way. Default 95e-6.
             That is an average: what one wait leaves is there for later ones, up to four
-            times as much, but no more than makes 5e-4 together.
+            times as much, but no more than makes 5e-4 together. Where most waits that take longer
+            usually end within 1e-3 (for a reply) or 5e-4 (for a request), those are polled for.
             Longer pays where workers have cores of their own and work on each other's
             answers in turn; it takes processor time from what else runs there, Python's
             other threads in the process included. 0 to sleep at once.

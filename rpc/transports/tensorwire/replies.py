@@ -33,6 +33,7 @@ from rpc.transports.base import Frame
 from rpc.transports.tensorwire.busy_polling import BusyPoller
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.usual_wait import UsualWait
 from rpc.transports.tensorwire.wakeup import WakeUp
 
 _log = logging.getLogger("rpc.transports.tensorwire")
@@ -42,6 +43,8 @@ _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _EVENTS = 16
 _RECHECK_SECONDS = 0.05
 """A leader looks at its ``done()`` this often even if nobody calls ``wake``."""
+_LONGEST_POLL_SECONDS = 0.001
+"""For a reply. It is due, so this is longer than for requests, which may never come."""
 _HELD_AT_MOST = 16
 _TICK_SECONDS = 0.001
 _QUIET_TICKS = 50
@@ -134,7 +137,8 @@ class ReplySide:
         self._leads = 0
         with contextlib.ExitStack() as made:  # what is closed if something cannot be made
             self._epoll = made.enter_context(select.epoll())
-            self._poller = BusyPoller(self._epoll, _EVENTS, busy_poll_seconds)
+            usual = UsualWait(_LONGEST_POLL_SECONDS)
+            self._poller = BusyPoller(self._epoll, _EVENTS, busy_poll_seconds, usual)
             self._wake_up = made.enter_context(contextlib.closing(WakeUp()))
             self._epoll.register(self._wake_up.descriptor, select.EPOLLIN)
             self._background = made.enter_context(select.epoll())

@@ -35,6 +35,7 @@ from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.replies import ChannelEvents
 from rpc.transports.tensorwire.turns import IDLE_SECONDS, Turns, callers_at_once
+from rpc.transports.tensorwire.usual_wait import UsualWait
 from rpc.transports.tensorwire.wakeup import WakeUp
 
 _log = logging.getLogger("rpc.transports.tensorwire")
@@ -43,6 +44,8 @@ TICK_SECONDS = 0.004
 """Each tick takes the interpreter lock from a handler; at 1 ms the main job lost a tenth."""
 _QUIET_TICKS = 50
 _EVENTS = 64
+_LONGEST_POLL_SECONDS = 0.0005
+"""For a request; see ``replies``."""
 _IDLE_THREADS = 8
 _SWEEP_SECONDS = 0.5
 _BATCH = 16
@@ -123,7 +126,8 @@ class RequestSide:
         self.sweeping = False
         with contextlib.ExitStack() as made:  # what is closed if something cannot be made
             self._epoll = made.enter_context(select.epoll())
-            self._poller = BusyPoller(self._epoll, _EVENTS, busy_poll_seconds)
+            usual = UsualWait(_LONGEST_POLL_SECONDS)
+            self._poller = BusyPoller(self._epoll, _EVENTS, busy_poll_seconds, usual)
             self._wake_up = made.enter_context(contextlib.closing(WakeUp()))
             self._epoll.register(self._wake_up.descriptor, select.EPOLLIN)
             made.pop_all()

@@ -15,6 +15,7 @@ from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.testing import local_group
 from rpc.transports.tensorwire import Settings, TensorWireTransport, replies, requests
 from rpc.transports.tensorwire.busy_polling import BusyPoller
+from rpc.transports.tensorwire.usual_wait import UsualWait
 
 
 class CountingEpoll:
@@ -33,6 +34,23 @@ class CountingEpoll:
         return [(7, select.EPOLLIN)] if self.looks >= self.ready_after else []
 
 
+class LateEpoll(CountingEpoll):
+    """Also wakes a sleeper, once the clock has reached the time of the event."""
+
+    def __init__(self, clock: TickingClock) -> None:
+        super().__init__(ready_after=1)
+        self.clock = clock
+        self.at = 0.0
+
+    def poll(self, timeout: float, max_events: int) -> list[tuple[int, int]]:
+        if timeout:
+            self.sleeps += 1
+            self.clock.now = max(self.clock.now, self.at)
+        else:
+            self.looks += 1
+        return [(7, select.EPOLLIN)] if self.clock.now >= self.at else []
+
+
 class TickingClock:
     """Each look at it takes a microsecond."""
 
@@ -48,8 +66,11 @@ def poller(
     epoll: CountingEpoll,
     seconds: float = DEFAULT_BUSY_POLL_SEC,
     clock: Callable[[], float] = time.perf_counter,
+    longest: float = 0.0,
 ) -> BusyPoller:
-    return BusyPoller(epoll, 8, seconds, clock, lambda: None)  # type: ignore[arg-type]
+    """Learns nothing, unless waits of up to ``longest`` seconds are worth polling for."""
+    usual = UsualWait(longest)
+    return BusyPoller(epoll, 8, seconds, usual, clock, lambda: None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -119,6 +140,36 @@ def test_a_trial_after_waits_that_slept_at_once_polls_for_what_they_left() -> No
     assert epoll.looks == pytest.approx(475, abs=2)
 
 
+def sleeps_of(waits: list[float], longest: float) -> tuple[list[int], list[int]]:
+    """For each wait of so many seconds, how often it slept, and how often it looked."""
+    clock = TickingClock()
+    epoll = LateEpoll(clock)
+    one = poller(epoll, 95e-6, clock, longest)
+    sleeps, looks = [], []
+    for seconds in waits:
+        epoll.sleeps, epoll.looks, epoll.at = 0, 0, clock.now + seconds
+        assert one.wait(5)
+        sleeps.append(epoll.sleeps)
+        looks.append(epoll.looks)
+    return sleeps, looks
+
+
+def test_what_usually_comes_after_the_first_polling_time_is_polled_for() -> None:
+    sleeps, _ = sleeps_of([300e-6] * 40, longest=1e-3)
+    assert sleeps == [1] * 4 + [0] * 36
+
+
+def test_what_comes_later_than_is_worth_it_costs_no_more_than_with_nothing_learned() -> None:
+    waits = [20e-3] * 200
+    assert sleeps_of(waits, longest=1e-3) == sleeps_of(waits, longest=0.0)
+
+
+def test_a_long_wait_after_many_short_ones_is_polled_for_no_longer_than_twice_their_time() -> None:
+    sleeps, looks = sleeps_of([300e-6] * 40 + [0.5], longest=1e-3)
+    assert sleeps[-1] == 1
+    assert looks[-1] == pytest.approx(600, abs=5)
+
+
 @given(
     delays=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
     microseconds=st.integers(10, 1000),
@@ -142,9 +193,9 @@ def test_both_readers_of_a_transport_poll_as_long_as_was_chosen(
 ) -> None:
     chosen: list[float] = []
 
-    def make(epoll: select.epoll, max_events: int, seconds: float) -> BusyPoller:
+    def make(epoll: select.epoll, max_events: int, seconds: float, usual: UsualWait) -> BusyPoller:
         chosen.append(seconds)
-        return BusyPoller(epoll, max_events, seconds)
+        return BusyPoller(epoll, max_events, seconds, usual)
 
     for module in (replies, requests):
         monkeypatch.setattr(module, "BusyPoller", make)
@@ -172,7 +223,7 @@ def test_after_many_times_in_vain_most_waits_sleep_at_once() -> None:
 def test_a_real_epoll_instance_sleeps_until_the_event(descriptor: int) -> None:
     with select.epoll() as epoll:
         epoll.register(descriptor, select.EPOLLIN)
-        one = BusyPoller(epoll, 8, DEFAULT_BUSY_POLL_SEC)
+        one = BusyPoller(epoll, 8, DEFAULT_BUSY_POLL_SEC, UsualWait(0.0))
         assert one.wait(0.001) == []
         os.eventfd_write(descriptor, 1)
         assert one.wait(-1) == [(descriptor, select.EPOLLIN)]

@@ -9,6 +9,7 @@ import pytest
 
 from rpc.transports.tensorwire.busy_polling import BusyPoller
 from rpc.transports.tensorwire.core_contention import Contention, ThreadTimes, thread_times
+from rpc.transports.tensorwire.usual_wait import UsualWait
 from tests.waiting import until
 
 MILLISECOND = 1_000_000
@@ -49,8 +50,8 @@ class Epoll:
 
 def share_that_polled(kernel: Kernel, seconds: float) -> float:
     """The share of waits that polled, of those that a thread makes one after the other."""
-    epoll, waits = Epoll(), 0
-    poller = BusyPoller(epoll, 8, 1e-4, kernel.clock, kernel.times)  # type: ignore[arg-type]
+    epoll, waits, usual = Epoll(), 0, UsualWait(1e-3)
+    poller = BusyPoller(epoll, 8, 1e-4, usual, kernel.clock, kernel.times)  # type: ignore[arg-type]
     while kernel.now < seconds:
         poller.wait(-1)
         waits += 1
@@ -72,8 +73,8 @@ def test_who_waits_for_its_core_most_of_the_time_makes_no_trials() -> None:
 
 
 def test_who_gets_its_core_back_polls_again_within_a_second() -> None:
-    kernel, epoll = Kernel(0.5), Epoll()
-    poller = BusyPoller(epoll, 8, 1e-4, kernel.clock, kernel.times)  # type: ignore[arg-type]
+    kernel, epoll, usual = Kernel(0.5), Epoll(), UsualWait(1e-3)
+    poller = BusyPoller(epoll, 8, 1e-4, usual, kernel.clock, kernel.times)  # type: ignore[arg-type]
 
     def wait_until(end: float) -> None:
         while kernel.now < end:
