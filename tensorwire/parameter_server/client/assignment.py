@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from rpc import extend
 from tensorwire.parameter_server.decisions.consistency import BSP, Async
-from tensorwire.parameter_server.decisions.samples import Leased
+from tensorwire.parameter_server.decisions.samples import Account, Leased
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
@@ -56,6 +56,14 @@ class Assignment(ABC):
         """True if the cluster went back since the last look."""
         return self.seen[0] != self._cluster.session.rollbacks
 
+    def _look_at_account(self) -> Account:
+        """The account of the sampler as it is now, to which ``deal`` and ``seen`` belong."""
+        session = self._cluster.session
+        rollbacks = session.rollbacks
+        account = self._cluster.counting.account_of(self._name)
+        self.seen, self.deal = (rollbacks, session.deals), account.deal.number
+        return account
+
     @abstractmethod
     def look(self) -> tuple[Iterator[int], bool]:
         """The batches that are this trainer's, in order, and whether all batches are trained."""
@@ -70,10 +78,7 @@ class Dealt(Assignment):
 
     def look(self) -> tuple[Iterator[int], bool]:
         """See :class:`Assignment`."""
-        session = self._cluster.session
-        rollbacks = session.rollbacks
-        account = self._cluster.counting.account_of(self._name)
-        self.seen, self.deal = (rollbacks, session.deals), account.deal.number
+        account = self._look_at_account()
         batches = account.remaining(self._cluster.number, *self._window)
         return batches, account.is_done(*self._window)
 
@@ -135,10 +140,7 @@ class Static(Assignment):
 
     def look(self) -> tuple[Iterator[int], bool]:
         """See :class:`Assignment`."""
-        session = self._cluster.session
-        rollbacks = session.rollbacks
-        account = self._cluster.counting.account_of(self._name)
-        self.seen, self.deal = (rollbacks, session.deals), account.deal.number
+        account = self._look_at_account()
         is_done = account.is_done(*self._window)
         if self._is_bsp and self._cluster.number not in account.deal.members:
             return iter(()), is_done  # before its first step: the deal will be another by then

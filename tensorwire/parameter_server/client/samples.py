@@ -105,7 +105,7 @@ class Samples(Sampler[list[int]]):
         return _Reading(self._tracked)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was declared, and which batches of all trainers are part of the state now.
+        """The declaration, and the batches of all trainers that are part of the state now.
 
         A checkpoint of a program needs it only to be sure: every snapshot of the cluster has the
         account.

@@ -43,7 +43,7 @@ def share_of(assignment: str, rank: int | None, num_replicas: int | None) -> Sha
 
 
 def _given(name: str, value: int | None, variable: str) -> int:
-    """What the program says, or else the launcher."""
+    """The number that the program gives, or else the launcher."""
     if value is not None:
         return value
     said = os.environ.get(variable, "")

@@ -28,7 +28,7 @@ def work(tmp_path: Path) -> Iterator[Job]:
 
 
 class _Seen:
-    """What a follower serves, looked at again and again."""
+    """The versions that a follower serves, looked at again and again."""
 
     def __init__(self, model: ps.FollowedModel) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""How long to poll follows from what waits took before; what rarely comes soon costs nothing."""
+"""The polling time follows from what waits took before; what rarely comes soon costs nothing."""
 
 from __future__ import annotations
 
