@@ -15,17 +15,18 @@ from benchmarks.workloads import ROWS
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("benchmarks")]
 
 REACHED = {
-    ("TENSORWIRE", "empty"): (34, 26),
+    ("TENSORWIRE", "empty"): (34.5, 26),
     ("TENSORWIRE", "small"): (45, 35),
-    ("TENSORWIRE", "autograd"): (180, 165),
-    ("TENSORWIRE", "optimizer"): (255, 290),
+    ("TENSORWIRE", "autograd"): (184, 168),
+    ("TENSORWIRE", "optimizer"): (255, 297),
     ("TENSORPIPE", "empty"): (51, 38),
     ("TENSORPIPE", "small"): (62, 45.5),
     ("TENSORPIPE", "autograd"): (234, 221),
     ("TENSORPIPE", "optimizer"): (325, 345),
 }
 """At the caller and at the callee, on Python 3.11. On a busy machine a pass calls up to 30 more
-than on an idle one, as news of contexts that are over leaves every 20 ms."""
+than on an idle one, as news of contexts that are over leaves every 20 ms. With TENSORWIRE the
+limits hold for a machine on which every wait ends in a sleep: one that polls calls fewer."""
 
 
 FILES_PASSED = (12, 10)

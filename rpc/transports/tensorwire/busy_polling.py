@@ -23,7 +23,7 @@ this, on average no wait polls for longer than it may; the small tensors above t
 on a machine that others disturb, `remote` a quarter less.
 
 A step of autograd waits for longer than that each time, at both ends. How long such waits usually
-take is learned (``usual_wait``), and polled for while it holds.
+take is learned (``UsualWait``), and polled for while it holds.
 
 With more processes than cores nobody polls but for a trial now and then (``core_contention``):
 callers that do would keep the worker that should answer them from running.
@@ -42,9 +42,9 @@ import os
 import select
 import time
 from collections.abc import Callable
+from typing import Final
 
 from rpc.transports.tensorwire.core_contention import Contention, ThreadTimes, thread_times
-from rpc.transports.tensorwire.usual_wait import UsualWait
 
 _MOST_CREDIT = 16
 _PRICE_OF_FAILURE = 4
@@ -53,7 +53,60 @@ _TRIAL_SECONDS = 0.001
 _WAITS_SAVED = 4
 _LONGEST_SECONDS = 0.0005
 
+PRICE: Final = 4
+"""For each long wait that is polled for in vain, at least as many ended in time."""
+_MOST_CONFIDENCE: Final = 16
+_MARGIN: Final = 2.0
+"""The polling time, in usual waits."""
+_FALL: Final = 0.125
+"""The share by which the usual wait falls towards a shorter one; to a longer one it jumps."""
+
 _give_way = os.sched_yield
+
+
+class UsualWait:
+    """The usual length of the waits that outlast the first polling time.
+
+    An adaptive mutex spins for as long as its lock was held lately. Likewise, a thread here goes
+    on polling if most of the waits that outlasted the first polling time ended soon after.
+    Sleeping costs both ends a wake-up, and what a thread does next takes longer in cold caches.
+    How long a wait took is known even if the thread slept, so polling begins where it would have
+    succeeded, and needs no trial.
+
+    Waits that end within the first polling time say nothing about longer ones, and aren't
+    counted. A wait that takes longer than ``longest`` costs as much confidence as four shorter
+    ones earn. So a worker to which nothing comes, or comes rarely, polls as if there was nothing
+    to learn. Sans-IO.
+
+    Args:
+        longest: seconds; no wait is polled for any longer because of what was learned.
+
+    Attributes:
+        seconds: to poll in all; 0.0 while polling on isn't worth it.
+    """
+
+    __slots__ = ("_confidence", "_longest", "_usual", "seconds")
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._usual = 0.0
+        self._confidence = 0
+        self.seconds = 0.0
+
+    def ended(self, waited: float) -> None:
+        """Takes a wait that outlasted the first polling time.
+
+        Args:
+            waited: the seconds until something came, or the wait was given up, sleep included.
+        """
+        if waited > self._longest:
+            self._confidence = max(self._confidence - PRICE, 0)
+        else:
+            self._confidence = min(self._confidence + 1, _MOST_CONFIDENCE)
+            fallen = self._usual + (waited - self._usual) * _FALL
+            self._usual = max(waited, fallen)
+        worth_it = self._confidence >= PRICE
+        self.seconds = min(_MARGIN * self._usual, self._longest) if worth_it else 0.0
 
 
 class BusyPoller:

@@ -30,10 +30,9 @@ from dataclasses import dataclass
 from rpc.runtime.signals import here, raise_due
 from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame
-from rpc.transports.tensorwire.busy_polling import BusyPoller
+from rpc.transports.tensorwire.busy_polling import BusyPoller, UsualWait
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
-from rpc.transports.tensorwire.usual_wait import UsualWait
 from rpc.transports.tensorwire.wakeup import WakeUp
 
 _log = logging.getLogger("rpc.transports.tensorwire")

@@ -30,12 +30,11 @@ from typing import Any
 from rpc.runtime.executor import SECONDS_TO_END, abandon
 from rpc.runtime.signals import DEAF_SECONDS, let_in_for_a_moment
 from rpc.runtime.threads import Thread
-from rpc.transports.tensorwire.busy_polling import BusyPoller
+from rpc.transports.tensorwire.busy_polling import BusyPoller, UsualWait
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.replies import ChannelEvents
 from rpc.transports.tensorwire.turns import IDLE_SECONDS, Turns, callers_at_once
-from rpc.transports.tensorwire.usual_wait import UsualWait
 from rpc.transports.tensorwire.wakeup import WakeUp
 
 _log = logging.getLogger("rpc.transports.tensorwire")

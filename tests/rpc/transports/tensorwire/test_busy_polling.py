@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.testing import local_group
 from rpc.transports.tensorwire import Settings, TensorWireTransport, replies, requests
-from rpc.transports.tensorwire.busy_polling import BusyPoller
-from rpc.transports.tensorwire.usual_wait import UsualWait
+from rpc.transports.tensorwire.busy_polling import BusyPoller, UsualWait
 
 
 class CountingEpoll:

@@ -7,9 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from rpc.transports.tensorwire.busy_polling import BusyPoller
+from rpc.transports.tensorwire.busy_polling import BusyPoller, UsualWait
 from rpc.transports.tensorwire.core_contention import Contention, ThreadTimes, thread_times
-from rpc.transports.tensorwire.usual_wait import UsualWait
 from tests.waiting import until
 
 MILLISECOND = 1_000_000

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc.transports.tensorwire.usual_wait import PRICE, UsualWait
+from rpc.transports.tensorwire.busy_polling import PRICE, UsualWait
 
 MICROSECOND = 1e-6
 LONGEST = 500 * MICROSECOND
