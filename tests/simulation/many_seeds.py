@@ -12,6 +12,7 @@ import os
 import sys
 import time
 
+from tests.seeded_games import BrokenGameError, check_seeds
 from tests.simulation.group import (
     SimulationError,
     SimulationReport,
@@ -19,14 +20,16 @@ from tests.simulation.group import (
     simulate_group,
     simulate_silence,
 )
-from tests.tensorwire.launch.game import Game
-from tests.tensorwire.parameter_server.game import check_game
+from tests.tensorwire.launch.game import check_game as check_job
+from tests.tensorwire.launch.game import shorten_game as shorten_job
+from tests.tensorwire.parameter_server.game import check_games
 from tests.tensorwire.parameter_server.game.plans import (
     draw_plan_with_leases,
     draw_plan_with_samples,
     draw_plan_with_sleepers,
 )
 from tests.tensorwire.pipeline.backup_game import check_game as check_pipeline
+from tests.tensorwire.pipeline.backup_game import shorten_game as shorten_pipeline
 
 _BATCH = 250
 
@@ -43,19 +46,16 @@ def _play(batch: tuple[int, int]) -> tuple[SimulationReport, SimulationReport] |
 
 def _play_games(first: int, end: int) -> str:
     """Plays clusters of parameter servers, pipelines and jobs; returns what was broken."""
-    for seed in range(first, end):
-        try:
-            check_game(seed)
-            check_game(seed, draw_plan_with_leases if seed % 2 else draw_plan_with_samples)
-            check_pipeline(seed)
-        except AssertionError as error:
-            return f"check_game({seed}), of clusters and of a pipeline: {error}"
-    for seed in range(first // 10, end // 10):
-        try:
-            Game(seed).play()
-            check_game(seed, draw_plan_with_sleepers)
-        except AssertionError as error:
-            return f"Game({seed}).play(), and the game of that seed with sleepers: {error}"
+    every, tenth = range(first, end), range(first // 10, end // 10)
+    try:
+        check_games(every)
+        check_games(every[::2], draw_plan_with_samples)
+        check_games(every[1::2], draw_plan_with_leases)
+        check_seeds(check_pipeline, every, shorten_pipeline)
+        check_seeds(check_job, tenth, shorten_job)
+        check_games(tenth, draw_plan_with_sleepers)
+    except BrokenGameError as error:
+        return str(error)
     return ""
 
 

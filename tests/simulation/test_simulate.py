@@ -8,7 +8,6 @@ says how many are run here, which ``.ci/run`` sets to 2000.
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 
@@ -19,11 +18,12 @@ from rpc.protocol.reference_terms import Effect
 from rpc.protocol.references import ReferenceTable
 from rpc.transports.base import Peer
 from rpc.wire.control import ControlMessage, DuplicateFilter, Register
+from tests.seeded_games import seeds_to_play
 from tests.simulation.group import Machines, Rule, Scenario, SimulationError, simulate
 from tests.simulation.group.runs import draw, replay
 
 SHORT = 150
-LONG = int(os.environ.get("SIMULATE_SEEDS", "0"))
+LONG = seeds_to_play(0)
 BATCH = 500
 
 

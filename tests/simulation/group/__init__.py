@@ -6,7 +6,7 @@ workers that watch each other for signs of life, :func:`simulate_group` one larg
 
 ``steps`` are all that can happen in a run, ``world`` carries them out, ``worker`` is one
 simulated worker, ``ledger`` compares what is decided with what is true, ``generator`` draws
-runs, ``runs`` plays and replays them, ``shrink`` makes a failing one short.
+runs, ``runs`` plays and replays them, ``front`` plays seeds and makes a failing run short.
 """
 
 from tests.simulation.group.front import (

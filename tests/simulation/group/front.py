@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from tests.simulation.group.faults import Plan, draw_plan
+from tests.seeded_games import without_pieces
+from tests.simulation.group.faults import Fault, Plan, draw_plan
 from tests.simulation.group.generator import Scenario
 from tests.simulation.group.rules import Rule
 from tests.simulation.group.runs import Played, draw, replay
-from tests.simulation.group.shrink import shrink
+from tests.simulation.group.steps import Step
 from tests.simulation.group.watchers import WatcherGroup
 from tests.simulation.group.worker import Machines
 
+_MOST_REPLAYS = 2000
 _BRIEFLY = (
     (r"GloballyUniqueId\(created_on=(\d+), local_id=(\d+)\)", r"id\1.\2"),
     (r"Life\(worker=(\d+), incarnation=(\d+)\)", r"w\1.\2"),
@@ -118,7 +120,13 @@ def explain(seed: int, played: Played, machines: Machines) -> SimulationError:
     """The error for a run that broke a rule: shortens it and tells what happens."""
     broken = played.broken
     assert broken is not None
-    script = shrink(played.script, broken.rule, machines)
+
+    def still_breaks(steps: tuple[Step, ...]) -> bool:
+        again = replay(replace(played.script, steps=steps), machines).broken
+        return again is not None and again.rule is broken.rule
+
+    steps = without_pieces(played.script.steps, still_breaks, _MOST_REPLAYS)
+    script = replace(played.script, steps=steps)
     transcript: list[str] = [f"{script.size} workers"]
     again = replay(script, machines, transcript).broken or broken
     lines = (*transcript, f"broken: {again.detail}")
@@ -160,12 +168,12 @@ def simulate_silence(seeds: Iterable[int], machines: Machines | None = None) -> 
 
 def _explain_silence(seed: int, plan: Plan, rule: Rule, machines: Machines) -> SimulationError:
     """Leaves out every fault that does not matter, and tells the rest."""
-    for fault in plan.faults:
-        fewer = tuple(each for each in plan.faults if each is not fault)
-        shorter = replace(plan, faults=fewer)
-        broken = WatcherGroup(shorter, machines).run()
-        if broken is not None and broken.rule is rule:
-            plan = shorter
+
+    def still_breaks(faults: tuple[Fault, ...]) -> bool:
+        broken = WatcherGroup(replace(plan, faults=faults), machines).run()
+        return broken is not None and broken.rule is rule
+
+    plan = replace(plan, faults=without_pieces(plan.faults, still_breaks, _MOST_REPLAYS))
     transcript: list[str] = [f"{plan.size} workers"]
     again = WatcherGroup(plan, machines, transcript).run()
     assert again is not None

@@ -42,10 +42,13 @@ from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met, apply
 from tensorwire.launch.silence import Silence
 from tensorwire.launch.supervisor import Effect, Ended, HostStore, Kill, Start, Stop, Supervisor
+from tests.seeded_games import breaks, simplest
 from tests.tensorwire.launch.plans import node, roles
 
 SILENCE = 5.0
 GRACE = 3.0
+STEPS = 900
+"""Steps in which anything may happen to anybody."""
 WORK = 25
 """Steps of work that a worker which is no server does."""
 
@@ -118,7 +121,7 @@ class Game:
 
     # --- Playing
 
-    def play(self, steps: int = 900) -> None:
+    def play(self, steps: int = STEPS) -> None:
         for _ in range(steps):
             self.draw.choices(
                 [self.let_agent, self.let_process, self.pass_time, self.mishap],
@@ -433,3 +436,20 @@ _JOBS = [
     ("ps:1/job,service,max_restarts=3", "trainer:1,restart=job,max_restarts=4"),
     ("trainer:3,max_restarts=2",),
 ]
+
+
+def check_game(seed: int) -> None:
+    """Plays the game of a seed.
+
+    Raises:
+        AssertionError: a rule was broken.
+    """
+    Game(seed).play()
+
+
+def shorten_game(seed: int) -> str:
+    """How few steps of the game of a seed, before nothing happens to anybody any more, break it."""
+    steps = simplest(
+        STEPS, lambda n: (n // 2, n - n // 8 - 1), lambda n: breaks(Game(seed).play, n)
+    )
+    return f"so does Game({seed}).play(steps={steps})"

@@ -5,19 +5,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from tests.tensorwire.launch.game import Game
+from tests.seeded_games import check_seeds, seeds_to_play
+from tests.tensorwire.launch.game import check_game, shorten_game
 
-TENS = min(10, max(3, int(os.environ.get("SIMULATE_SEEDS", "0")) // 10))
+TENS = min(10, max(3, seeds_to_play(0) // 10))
 
 
 @pytest.mark.parametrize("tens", range(TENS))
 def test_jobs_keep_the_rules_whatever_happens(tens: int) -> None:
-    for seed in range(10 * tens, 10 * tens + 10):
-        try:
-            Game(seed).play()
-        except AssertionError as error:
-            raise AssertionError(f"Game({seed}).play(): {error}") from error
+    check_seeds(check_game, range(10 * tens, 10 * tens + 10), shorten_game)

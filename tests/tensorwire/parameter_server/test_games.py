@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tensorwire.parameter_server.game import check_game
+from tests.tensorwire.parameter_server.game import check_games
 from tests.tensorwire.parameter_server.game.plans import draw_plan_with_sleepers
 
 _SEEDS_EACH = 15
@@ -12,13 +12,11 @@ _SEEDS_EACH = 15
 
 @pytest.mark.parametrize("chunk", range(10))
 def test_every_rule_holds_whatever_happens_in_which_order(chunk: int) -> None:
-    for seed in range(chunk * _SEEDS_EACH, (chunk + 1) * _SEEDS_EACH):
-        check_game(seed)
+    check_games(range(chunk * _SEEDS_EACH, (chunk + 1) * _SEEDS_EACH))
 
 
 def test_every_rule_holds_when_heads_sleep_until_others_have_taken_their_places() -> None:
-    for seed in range(8):
-        check_game(seed, draw_plan_with_sleepers)
+    check_games(range(8), draw_plan_with_sleepers)
 
 
 _SEEDS_THAT_BROKE = {
@@ -30,5 +28,4 @@ _SEEDS_THAT_BROKE = {
 
 @pytest.mark.parametrize("seeds", _SEEDS_THAT_BROKE.values(), ids=_SEEDS_THAT_BROKE)
 def test_what_broke_a_game_once_breaks_none(seeds: tuple[int, ...]) -> None:
-    for seed in seeds:
-        check_game(seed)
+    check_games(seeds)

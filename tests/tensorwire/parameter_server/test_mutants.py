@@ -8,7 +8,6 @@ later chain turn these away before they reach it (``decisions/test_replication``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +31,8 @@ from tensorwire.parameter_server.decisions import unacknowledged as kept
 from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import BSP, Async
 from tensorwire.parameter_server.storage.dense import DenseShard
-from tests.tensorwire.parameter_server.game import check_game, cluster, processes
+from tests.seeded_games import Mutate, mistake_name
+from tests.tensorwire.parameter_server.game import PlanOf, processes, seed_whose_game_finds
 from tests.tensorwire.parameter_server.game.plans import (
     Plan,
     calm,
@@ -40,11 +40,9 @@ from tests.tensorwire.parameter_server.game.plans import (
     draw_plan_with_sleepers,
 )
 
-_SEEDS = 200
+_SEEDS = range(200)
 _TURNS = 15_000
 """A game without mistakes is over long before."""
-
-Mutate = Callable[[pytest.MonkeyPatch], object]
 
 
 def _takes_repeated_pushes(patch: pytest.MonkeyPatch) -> None:
@@ -290,7 +288,7 @@ def _coming_back(seed: int) -> Plan:
     return replace(plan, newcomers=True, kills=1)
 
 
-_PLANS: dict[Mutate, Callable[[int], Plan]] = {
+_PLANS: dict[Mutate, PlanOf] = {
     _gives_up_others_without_votes: _outvoted,
     _passes_cuts_before_its_rows_are_here: _moving_and_saved,
     _forgets_what_lies_at_shards_that_are_no_more: _shrinking,
@@ -306,19 +304,7 @@ _PLANS: dict[Mutate, Callable[[int], Plan]] = {
 """The games in which most seeds find what few of all games find."""
 
 
-def seeds_until_found(mutate: Mutate, seeds: int = _SEEDS) -> int | None:
-    """The seed of the first game that a mutant does not survive; None if it survives all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "PATIENCE", _TURNS)
-        mutate(patch)
-        for seed in range(seeds):
-            try:
-                check_game(seed, _PLANS.get(mutate, draw_plan))
-            except Exception:
-                return seed
-    return None
-
-
-@pytest.mark.parametrize("mutate", _MUTANTS, ids=lambda each: each.__name__.strip("_"))
+@pytest.mark.parametrize("mutate", _MUTANTS, ids=mistake_name)
 def test_the_game_finds_a_mistake(mutate: Mutate) -> None:
-    assert seeds_until_found(mutate) is not None
+    plan_of = _PLANS.get(mutate, draw_plan)
+    assert seed_whose_game_finds(mutate, _SEEDS, plan_of, _TURNS) is not None

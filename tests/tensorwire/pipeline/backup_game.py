@@ -38,6 +38,7 @@ from tensorwire.pipeline.backups.places import (
     seats_of,
 )
 from tensorwire.pipeline.backups.shelf import Epoch, Shelf
+from tests.seeded_games import breaks, simplest
 
 Task = Generator[Any, Any, Any]
 
@@ -149,9 +150,10 @@ class Game:
 
     Args:
         seed: of everything.
+        most_faults: no more happens to anybody.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, most_faults: int = 5) -> None:
         self.seed = seed
         self.dice = dice = random.Random(seed)
         workers = [f"w{n}" for n in range(dice.randint(2, 4))]
@@ -171,7 +173,7 @@ class Game:
         self.members = {name: self._join(name) for name in (*workers, *spares)}
         self.tasks: list[tuple[Node, Task, list[Call] | Callable[[], bool]]] = []
         self.events: list[tuple[str, Any]] = []
-        self.faults = dice.choice([0, 1, 1, 1, 2, 3, 5])
+        self.faults = min(most_faults, dice.choice([0, 1, 1, 1, 2, 3, 5]))
         self.reign = 0
         self.over = ""
         self.gone_since_settled: set[int] = set()
@@ -616,3 +618,11 @@ def check_game(seed: int) -> str:
         AssertionError: a rule was broken.
     """
     return Game(seed).play()
+
+
+def shorten_game(seed: int) -> str:
+    """How few faults break the game of a seed."""
+    faults = simplest(
+        5, lambda n: range(n), lambda n: breaks(lambda most: Game(seed, most).play(), n)
+    )
+    return f"so does Game({seed}, most_faults={faults}).play()"

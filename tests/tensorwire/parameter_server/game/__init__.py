@@ -10,22 +10,63 @@ shard has a real table and real dense parameters, which must agree with the list
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
-from tests.tensorwire.parameter_server.game.cluster import Game
-from tests.tensorwire.parameter_server.game.plans import Broken, Plan, draw_plan
+import pytest
+
+from tests.seeded_games import Mutate, breaks, check_seeds, seed_that_finds, simplest
+from tests.tensorwire.parameter_server.game import cluster
+from tests.tensorwire.parameter_server.game.plans import Plan, draw_plan, simpler_plans
+
+PlanOf = Callable[[int], Plan]
+"""Draws the plan of a seed."""
 
 
-def check_game(seed: int, plan_of: Callable[[int], Plan] = draw_plan) -> int:
-    """Plays the game of a seed; raises if a rule is broken.
+def check_game(seed: int, plan_of: PlanOf = draw_plan) -> int:
+    """Plays the game of a seed; returns how many events there were.
 
-    Args:
-        seed: the seed.
-        plan_of: draws the plan of a seed.
+    Raises:
+        Exception: a rule was broken.
     """
+    return _play(seed, plan_of(seed))
+
+
+def _play(seed: int, plan: Plan) -> int:
     if seed % 8 == 0:
         gc.collect()  # of tables of past games, each of which has a share of all addresses
-    try:
-        return Game(seed, plan_of(seed)).play()
-    except Exception as error:
-        raise Broken(f"seed {seed}: {type(error).__name__}: {error}") from error
+    return cluster.Game(seed, plan).play()
+
+
+def check_games(seeds: Iterable[int], plan_of: PlanOf = draw_plan) -> None:
+    """Plays the games of some seeds.
+
+    Raises:
+        BrokenGameError: a rule was broken; says with which plan that has as little as possible.
+    """
+
+    def calm_game(seed: int) -> str:
+        play = partial(_play, seed)
+        plan = simplest(plan_of(seed), simpler_plans, lambda plan: breaks(play, plan))
+        return f"so does Game({seed}, {plan}).play()"
+
+    check_seeds(partial(check_game, plan_of=plan_of), seeds, calm_game)
+
+
+def seed_whose_game_finds(
+    mutate: Mutate, seeds: Iterable[int], plan_of: PlanOf, turns: int
+) -> int | None:
+    """The first seed whose game finds a mistake; None if it survives them all.
+
+    Args:
+        mutate: makes the mistake.
+        seeds: one game for each.
+        plan_of: draws their plans.
+        turns: a game that takes more has found it; one without mistakes is over long before.
+    """
+
+    def impatient(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(cluster, "PATIENCE", turns)
+        mutate(patch)
+
+    return seed_that_finds(impatient, partial(check_game, plan_of=plan_of), seeds)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 from tensorwire.parameter_server.decisions.consistency import (
     BSP,
@@ -136,3 +137,17 @@ def draw_plan_with_leases(seed: int) -> Plan:
     r = random.Random(f"leases {seed}")
     consistency = r.choice([SSP(0), SSP(2), Async(), Async()])
     return replace(draw_plan_with_samples(seed), consistency=consistency)
+
+
+_LEAST = {"servers": 1, "trainers": 1, "steps": 1}
+_KEPT = ("consistency", "sleepers", "batches")
+"""Without these it would be a game of another kind."""
+
+
+def simpler_plans(plan: Plan) -> Iterator[Plan]:
+    """The plans in which one thing less may go wrong, or as much but less often."""
+    for each in fields(plan):
+        value, least = getattr(plan, each.name), _LEAST.get(each.name, 0)
+        if each.name not in _KEPT and value > least:
+            for less in {type(value)(least), type(value)(value - 1)}:
+                yield replace(plan, **{each.name: less})

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.tensorwire.parameter_server.game import check_game
+from tests.tensorwire.parameter_server.game import PlanOf, check_games
 from tests.tensorwire.parameter_server.game.plans import (
-    Plan,
     draw_plan_with_leases,
     draw_plan_with_samples,
 )
@@ -18,11 +15,8 @@ _SEEDS_EACH = 8
 
 @pytest.mark.parametrize("chunk", range(3))
 @pytest.mark.parametrize("plan_of", [draw_plan_with_samples, draw_plan_with_leases])
-def test_every_batch_counts_once_whatever_happens(
-    chunk: int, plan_of: Callable[[int], Plan]
-) -> None:
-    for seed in range(chunk * _SEEDS_EACH, (chunk + 1) * _SEEDS_EACH):
-        check_game(seed, plan_of)
+def test_every_batch_counts_once_whatever_happens(chunk: int, plan_of: PlanOf) -> None:
+    check_games(range(chunk * _SEEDS_EACH, (chunk + 1) * _SEEDS_EACH), plan_of)
 
 
 _LEASES_THAT_BROKE = {
@@ -37,5 +31,4 @@ _LEASES_THAT_BROKE = {
 
 @pytest.mark.parametrize("seeds", _LEASES_THAT_BROKE.values(), ids=_LEASES_THAT_BROKE)
 def test_what_broke_a_game_once_breaks_none(seeds: tuple[int, ...]) -> None:
-    for seed in seeds:
-        check_game(seed, draw_plan_with_leases)
+    check_games(seeds, draw_plan_with_leases)

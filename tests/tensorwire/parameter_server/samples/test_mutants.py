@@ -7,7 +7,6 @@ taken (``decisions/test_samples``), an account that is told before it is safe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,8 @@ import pytest
 
 from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.samples import Account
-from tests.tensorwire.parameter_server.game import check_game, cluster
+from tests.seeded_games import Mutate, mistake_name
+from tests.tensorwire.parameter_server.game import PlanOf, seed_whose_game_finds
 from tests.tensorwire.parameter_server.game.plans import (
     Plan,
     calm,
@@ -143,7 +143,7 @@ def _dying_trainers(seed: int) -> Plan:
     return replace(plan, trainer_kills=3, slow_pushes=True)
 
 
-_PLANS: dict[Any, Callable[[int], Plan]] = {
+_PLANS: dict[Mutate, PlanOf] = {
     _copies_no_account_to_a_backup: _dying_heads,
     _takes_batches_that_were_given_out_again: _dying_heads_and_trainers,
 }
@@ -155,7 +155,7 @@ _FIRST_ON_LEASE = {
 }
 """The seed to begin with, in games under SSP and async."""
 
-_PLANS_ON_LEASE: dict[Any, Callable[[int], Plan]] = {
+_PLANS_ON_LEASE: dict[Mutate, PlanOf] = {
     _takes_pushes_that_some_shard_lacks: _dying_trainers,
     _keeps_the_leases_of_the_lost: _dying_trainers,
     _keeps_leases_when_rows_move: _moving,
@@ -166,29 +166,18 @@ _PLANS_ON_LEASE: dict[Any, Callable[[int], Plan]] = {
 """Games under SSP and async in which many seeds find what few of all find."""
 
 
-def seed_that_finds(mutate: Any, seeds: range, plan_of: Callable[[int], Plan]) -> int | None:
-    """The seed of the first game that a mistake does not survive; None if it survives all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "PATIENCE", _TURNS)
-        mutate(patch)
-        for seed in seeds:
-            try:
-                check_game(seed, plan_of)
-            except Exception:
-                return seed
-    return None
+def is_found(mutate: Mutate, first: int, plan_of: PlanOf) -> bool:
+    """True if the game of one of sixty seeds finds a mistake."""
+    return seed_whose_game_finds(mutate, range(first, first + 60), plan_of, _TURNS) is not None
 
 
-@pytest.mark.parametrize("mutate", [*_FIRST, *_PLANS], ids=lambda each: each.__name__.strip("_"))
-def test_the_game_finds_a_mistake_in_the_account(mutate: Any) -> None:
+@pytest.mark.parametrize("mutate", [*_FIRST, *_PLANS], ids=mistake_name)
+def test_the_game_finds_a_mistake_in_the_account(mutate: Mutate) -> None:
     first, plan_of = _FIRST.get(mutate, 0), _PLANS.get(mutate, draw_plan_with_samples)
-    assert seed_that_finds(mutate, range(first, first + 60), plan_of) is not None
+    assert is_found(mutate, first, plan_of)
 
 
-@pytest.mark.parametrize(
-    "mutate", [*_FIRST_ON_LEASE, *_PLANS_ON_LEASE], ids=lambda each: each.__name__.strip("_")
-)
-def test_the_game_finds_a_mistake_in_leases(mutate: Any) -> None:
-    first, plan_of = _FIRST_ON_LEASE.get(mutate, 0), _PLANS_ON_LEASE.get(mutate)
-    seeds = range(first, first + 60)
-    assert seed_that_finds(mutate, seeds, plan_of or draw_plan_with_leases) is not None
+@pytest.mark.parametrize("mutate", [*_FIRST_ON_LEASE, *_PLANS_ON_LEASE], ids=mistake_name)
+def test_the_game_finds_a_mistake_in_leases(mutate: Mutate) -> None:
+    plan_of = _PLANS_ON_LEASE.get(mutate, draw_plan_with_leases)
+    assert is_found(mutate, _FIRST_ON_LEASE.get(mutate, 0), plan_of)
