@@ -302,7 +302,10 @@ class Agent(process_forks.ForkAware):
             self._add_peer(peer)
 
     def _add_peer(self, peer: Peer) -> None:
-        """The transport comes first: whoever finds the peer in the group can reach it."""
+        """The transport comes first: whoever finds the peer in the group can reach it.
+
+        A worker that was declared lost takes in nobody.
+        """
         known = self.group.latest(peer.info.id)
         if known is not None and known.incarnation < peer.incarnation:
             if peer.info == self.info:
@@ -310,7 +313,9 @@ class Agent(process_forks.ForkAware):
                 return
             self.worker_loss.lost(known.life, "it was replaced")
         self.transport.add_peer(peer)
-        self.group.add(peer)
+        if not self.group.add(peer):
+            self.transport.remove_peer(peer.info.id)
+            return
         self.references.worker_joined(peer.life)
         self.group_shutdown.worker_joined(peer.info.id)
         self.control.joined(peer.life)
@@ -489,6 +494,10 @@ class Agent(process_forks.ForkAware):
         self.gatherings.worker_lost(life, error)
         self.extensions.worker_lost(life.worker, error.reason)
         self.group_shutdown.worker_lost(life.worker)
+
+    def end_references(self, reason: str) -> None:
+        """Ends all references to and of others, those included that it has never met."""
+        self.references.expelled(reason)
 
     def release_references(self) -> None:
         """Makes the references of this worker unusable and tells the owners."""

@@ -28,11 +28,19 @@ class Group:
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._lost: dict[int, WorkerLostError] = {}
+        self._expelled: WorkerLostError | None = None
         self.living_now: dict[int, Life] = {}  # asked without the lock, so one look must do
 
-    def add(self, peer: Peer) -> None:
-        """A worker joined, or returned in a new life; its id may have been another's before."""
+    def add(self, peer: Peer) -> bool:
+        """A worker joined, or returned in a new life; its id may have been another's before.
+
+        Returns:
+            False if this worker was declared lost: who joins knows it for no member, and would
+            answer nothing.
+        """
         with self._lock:
+            if self._expelled is not None:
+                return False
             former = self._by_id.get(peer.info.id)
             if former is not None and self._by_name.get(former.info.name) is former:
                 del self._by_name[former.info.name]
@@ -43,6 +51,7 @@ class Group:
             self._lost.pop(peer.info.id, None)
             self.living_now[peer.info.id] = peer.life
             self.version += 1
+            return True
 
     def lose(
         self, life: Life, reason: str, kind: type[WorkerLostError] = WorkerLostError
@@ -79,6 +88,7 @@ class Group:
         with self._lock:
             here = self._by_id[me]
             error = WorkerLostError(here.info.name, here.incarnation, reason)
+            self._expelled = self._expelled or error
             others = [i for i in sorted(self._by_id) if i != me]
             self._lost.update(dict.fromkeys(others, error))
             gone = [self.living_now.pop(i) for i in others if i in self.living_now]
@@ -98,7 +108,7 @@ class Group:
 
         Raises:
             UnknownWorkerError: no such worker.
-            WorkerLostError: the worker is gone.
+            WorkerLostError: the worker is gone, or this one was declared lost.
             ValueError: ``to`` is neither a ``WorkerInfo``, a name nor an id.
         """
         if isinstance(to, WorkerInfo):
@@ -119,6 +129,8 @@ class Group:
                 "a destination is a WorkerInfo, a worker's name or its id"
                 f"{torch_objects.import_remedy(to)}"
             )
+        if peer is None and self._expelled is not None:
+            raise copy(self._expelled)
         if peer is None:
             known = ", ".join(sorted(self._by_name))
             raise UnknownWorkerError(

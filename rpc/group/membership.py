@@ -184,6 +184,8 @@ class Membership:
             AgentClosedError: this worker left the group.
             WorkerLostError: the worker is gone; says how, when and who says so.
             UnknownWorkerError: no worker of that name can ever be in this job.
+
+        Returns at once, too, if this worker was declared lost.
         """
         over = threading.Event()
         number = self.when_joined(who, over.set, for_return)
@@ -262,7 +264,7 @@ class Membership:
             self.hurry(number)
 
     def _is_over(self, wait: _Wait) -> bool:
-        if self._closed or self._listener.lives(wait.who):
+        if self._closed or self._listener.is_expelled or self._listener.lives(wait.who):
             return True
         has_looked = self._finished > wait.since  # at least once, as it may be listed already
         if has_looked and self._refusal(wait.who):

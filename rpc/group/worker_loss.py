@@ -60,6 +60,9 @@ class LosingWorker(Protocol):
     def end_all_of(self, life: Life, error: WorkerLostError) -> None:
         """Ends what involved a lost worker: calls, references, gatherings, contexts."""
 
+    def end_references(self, reason: str) -> None:
+        """Ends all references to and of others, those included that it has never met."""
+
 
 class WorkerLoss:
     """Removes lost workers from this worker's tables."""
@@ -129,12 +132,13 @@ class WorkerLoss:
         agent = self._agent
         if agent.is_expelled:
             return
-        agent.is_expelled = True
         error, others = agent.group.expel(agent.info.id, reason)
+        agent.is_expelled = True
         _logger.error("%s; call rpc.shutdown(), then it may join again", error)
         for life in others:
+            agent.transport.remove_peer(life.worker)  # first: no call is sent that none would end
             agent.end_all_of(life, error)
-            agent.transport.remove_peer(life.worker)
+        agent.end_references(error.reason)
         change, incarnation = MembershipChange.LOST, agent.life.incarnation
         agent.events.announce(MembershipEvent(change, agent.info, incarnation, error.reason))
 

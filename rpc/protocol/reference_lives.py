@@ -23,6 +23,7 @@ class Lives:
         self._life = Life(worker_id, incarnation)
         self._next_counter = 0
         self._lost: dict[int, int] = {}  # worker: its highest incarnation known to be over
+        self._is_expelled = False
 
     def _new_id(self) -> GlobalId:
         counter = self._next_counter
@@ -30,6 +31,8 @@ class Lives:
         return new_tuple(GlobalId, (*self._life, counter))
 
     def _is_lost(self, life: Life) -> bool:
+        if self._is_expelled:
+            return life != self._life
         return life.incarnation <= self._lost.get(life.worker, -1)
 
     def _without_lost(self, by_life: dict[Life, _V]) -> dict[Life, _V]:

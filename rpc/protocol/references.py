@@ -218,6 +218,17 @@ class ReferenceTable(OwnedValues, UserHandles):
         if self._is_lost(life):
             return []
         self._lost[life.worker] = life.incarnation
+        return self._end_what_is_lost(reason)
+
+    def expelled(self, reason: str) -> list[Effect]:
+        """The others declared this worker lost: to it, every life but its own is over.
+
+        Also those that it knows from references only, and of whose end nobody will tell it.
+        """
+        self._is_expelled = True
+        return self._end_what_is_lost(reason)
+
+    def _end_what_is_lost(self, reason: str) -> list[Effect]:
         self._creations_made = self._without_lost(self._creations_made)
         self._creations_seen = self._without_lost(self._creations_seen)
         effects: list[Effect] = []

@@ -186,6 +186,12 @@ class ReferenceKeeper:
             effects = self._table.worker_lost(life, reason)
         self._ledger.perform(effects)
 
+    def expelled(self, reason: str) -> None:
+        """The others declared this worker lost."""
+        with self._lock:
+            effects = self._table.expelled(reason)
+        self._ledger.perform(effects)
+
     def worker_joined(self, life: Life) -> None:
         """A worker came, perhaps in a new life."""
         with self._lock:

@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 
+from rpc.errors import WorkerLostError
 from rpc.group.members import Group
 from rpc.ids import Life
 from rpc.protocol.calls import CallTable, Ended
@@ -19,8 +20,9 @@ from rpc.protocol.references import ReferenceTable
 from rpc.transports.base import Peer
 from rpc.wire.control import ControlMessage, DuplicateFilter, Register
 from tests.seeded_games import seeds_to_play
-from tests.simulation.group import Machines, Rule, Scenario, SimulationError, simulate
-from tests.simulation.group.runs import draw, replay
+from tests.simulation.group import Machines, Rule, Scenario, SimulationError, simulate, steps
+from tests.simulation.group.runs import Script, draw, replay
+from tests.simulation.group.steps import RunPhase, Step
 
 SHORT = 150
 LONG = seeds_to_play(0)
@@ -61,6 +63,49 @@ def test_progress_is_reported_after_each_run() -> None:
     assert reports == [1, 2, 3]
 
 
+def test_processes_are_stopped_in_every_way() -> None:
+    acts = [
+        step.act for seed in range(40) for step in draw(seed, Scenario(), Machines()).script.steps
+    ]
+    stops = {(act.sends is None, act.clock_stands) for act in acts if isinstance(act, steps.Stop)}
+    assert stops == {(True, True), (True, False), (False, True), (False, False)}
+    assert {steps.Declare, steps.Wake, steps.Pulse, steps.Depart} <= {*map(type, acts)}
+
+
+def expelled_with_a_reference_to_one_it_never_met() -> Script:
+    """Of a worker that joined, worker 0 has a reference, and is declared lost before it hears."""
+    zero, one = Life(0, 0), Life(1, 0)
+    handle = (3, 1)
+    acts = (
+        steps.Start(2),
+        steps.Hear((1, 2)),
+        steps.Create(one, 2, 0.0, True, None),
+        steps.CallWorker(
+            one, 0, steps.Addressing.ID, (handle,), (handle,), 0.0, True, None, False, True
+        ),
+        steps.Deliver((4, 2)),
+        steps.Stop(zero, None, False),
+        steps.Declare(zero),
+        steps.Wake(zero),
+        steps.Hear((7, 5)),
+    )
+    numbered = (Step(n, RunPhase.WORK, act) for n, act in enumerate(acts, start=1))
+    return Script(2, False, tuple(numbered))
+
+
+class WaitsForWhomItNeverMet(ReferenceTable):
+    def expelled(self, reason: str) -> list[Effect]:
+        return []
+
+
+def test_who_is_declared_lost_waits_for_nobody_that_it_never_met() -> None:
+    script = expelled_with_a_reference_to_one_it_never_met()
+    assert replay(script, Machines()).broken is None
+    broken = replay(script, Machines(references=WaitsForWhomItNeverMet)).broken
+    assert broken is not None
+    assert broken.rule is Rule.CALLS_END
+
+
 # --- It bites: each of these leaves out something that a rule needs ---------------
 
 
@@ -84,9 +129,22 @@ class TakesEverythingTwice(DuplicateFilter):
 
 
 class NeverMeetsTheReturned(Group):
-    def add(self, peer: Peer) -> None:
-        if peer.info.id not in self._by_id:
-            super().add(peer)
+    def add(self, peer: Peer) -> bool:
+        return peer.info.id in self._by_id or super().add(peer)
+
+
+class TakesInNewcomersWhenItIsLost(Group):
+    def add(self, peer: Peer) -> bool:
+        expelled, self._expelled = self._expelled, None
+        added = super().add(peer)
+        self._expelled = expelled
+        return added
+
+
+class KeepsOneWhenItIsLost(Group):
+    def expel(self, me: int, reason: str) -> tuple[WorkerLostError, list[Life]]:
+        error, others = super().expel(me, reason)
+        return error, others[1:]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +157,8 @@ class NeverMeetsTheReturned(Group):
         (Machines(calls=KeepsTheDeadWaitedFor), {Rule.CALLS_END}),
         (Machines(duplicates=TakesEverythingTwice), {Rule.DUPLICATES}),
         (Machines(group=NeverMeetsTheReturned), {Rule.MEMBERS}),
+        (Machines(group=TakesInNewcomersWhenItIsLost), {Rule.MEMBERS}),
+        (Machines(group=KeepsOneWhenItIsLost), {Rule.FENCED}),
     ],
 )
 def test_a_broken_decision_is_found_and_told_in_a_few_lines(

@@ -169,6 +169,29 @@ def test_to_one_who_is_expelled_all_others_are_gone_and_it_is_the_one_named() ->
     assert members.expel(0, "again")[1] == []
 
 
+def test_one_who_is_expelled_takes_in_nobody() -> None:
+    members = group()
+    members.expel(0, "declared lost")
+    before = members.version
+    assert not members.add(peer(WorkerInfo("dave", 3)))
+    assert not members.add(peer(BOB, 1))
+    assert members.living() == [ALICE]
+    assert members.version == before
+    for name in ("dave", "bob"):
+        with pytest.raises(WorkerLostError) as info:
+            members.find(name)
+        assert identity(info.value) == ("alice", 0, "declared lost")
+
+
+def test_who_is_expelled_twice_says_why_the_first_time() -> None:
+    members = group()
+    members.expel(0, "declared lost")
+    members.expel(0, "a later life joined")
+    with pytest.raises(WorkerLostError) as info:
+        members.find("dave")
+    assert info.value.reason == "declared lost"
+
+
 def test_every_change_is_counted() -> None:
     members = Group()
     assert members.version == 0

@@ -238,6 +238,15 @@ def test_who_waits_for_a_worker_as_its_own_leaves_is_told_so(group: Group) -> No
         member.wait_for(3, 0)
 
 
+def test_who_waits_as_its_own_worker_is_struck_off_waits_no_longer(group: Group) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(group.members[1].wait_for, "dave", 0)
+        until(lambda: group.members[1].waited_for() == ["dave"])
+        group.members[0].remove(Life(1, 0), "it was silent", lambda: True, lambda: None)
+        waiting.result(20)
+    assert group.listeners[1].is_expelled
+
+
 def test_one_that_was_itself_struck_off_removes_nobody(group: Group) -> None:
     bob = group.listeners[1]
     bob.may_go_on.clear()  # as if the network held up what the store says

@@ -14,7 +14,7 @@ import pytest
 import rpc
 from rpc import MembershipChange, MembershipEvent, WorkerLeftError, WorkerLostError
 from rpc.agent import Agent, AgentOptions
-from rpc.errors import ANOTHER_ANSWERS, NO_MEMBER
+from rpc.errors import ANOTHER_ANSWERS, NO_MEMBER, UnknownWorkerError
 from rpc.group.member_list import Departure, End
 from rpc.group.members import Group as Members
 from rpc.group.watch import Watch
@@ -22,7 +22,7 @@ from rpc.ids import Life
 from rpc.protocol.liveness import Evidence
 from rpc.rrefs.rref import RRef
 from rpc.testing import MemoryHub, as_worker, connect
-from rpc.transports.base import Peer
+from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.worker_info import WorkerInfo
 from tests.virtual_time import SteadyClock
 from tests.waiting import until
@@ -322,6 +322,37 @@ class TestWhoIsCutOff:
         with pytest.raises(WorkerLostError, match="declared it lost") as info:
             group["bob"].rpc_sync("carol", operator.add, (1, 2))
         assert info.value.name == "bob"
+
+    def test_it_takes_in_nobody_who_joins_afterwards(self, group: Group) -> None:
+        bob, seen = group["bob"], list[MembershipEvent]()
+        bob.events.subscribe(seen.append)
+        bob.worker_loss.expelled("a test said so")
+        bob.add_peer(Peer(WorkerInfo("erin", 4), 0, bob.group.peer(2).address))
+        assert group.names("bob") == ["bob"]
+        with pytest.raises(UnknownWorkerError):
+            bob.transport.send(4, Frame(FrameKind.NOTICE, 0, b"", b""))
+        with pytest.raises(WorkerLostError, match="a test said so") as info:
+            bob.rpc_sync("erin", operator.add, (1, 2))
+        assert info.value.name == "bob"
+        until(lambda: bool(seen))
+        assert [event.worker.name for event in seen] == ["bob"]
+
+    def test_nothing_leaves_it_once_its_calls_have_ended(
+        self, group: Group, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A thread may have found a worker just before, and open a call to it just after."""
+        bob, ended = group["bob"], list[str]()
+        end_all_of = bob.end_all_of
+
+        def end(life: Life, error: WorkerLostError) -> None:
+            end_all_of(life, error)
+            with pytest.raises(UnknownWorkerError):
+                bob.transport.send(life.worker, Frame(FrameKind.NOTICE, 0, b"", b""))
+            ended.append(NAMES[life.worker])
+
+        monkeypatch.setattr(bob, "end_all_of", end)
+        bob.worker_loss.expelled("a test said so")
+        assert ended == ["alice", "carol", "dave"]
 
     def test_of_two_whose_connection_broke_one_goes(self, group: Group) -> None:
         group["alice"].inbound.peer_lost(group["bob"].life, "its connection broke")

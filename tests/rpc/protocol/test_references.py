@@ -581,6 +581,32 @@ def test_handles_of_an_earlier_life_fail_when_the_owner_returns() -> None:
     assert alice.failure(handle) == failed.failure
 
 
+def test_who_is_declared_lost_waits_for_no_owner_that_it_never_met() -> None:
+    bob, stranger = table(BOB), Life(7, 3)
+    passed = Passed(Reference(id_of(stranger, 0), stranger, 0), id_of(ALICE, 4), Passage.CHILD)
+    handle = receive(bob, passed)
+    held = share(bob, handle, CAROL)
+    (failed,) = bob.expelled("it was silent")
+    assert failed == HandleFailed(handle.fork, Failure(FailureKind.OWNER_LOST, "it was silent"))
+    assert bob.counts().num_pending_users == bob.counts().num_pending_children == 0
+    assert bob.worker_lost(stranger, "told later") == bob.not_sent(held, "nobody is there") == []
+    assert bob.dropped(handle) == []
+    assert bob.users() == []
+
+
+def test_who_is_declared_lost_frees_what_only_others_used_and_takes_nothing_for_there() -> None:
+    owner = table(OWNER)
+    value, own = owner.new_value(), owner.create_here()
+    share(owner, value, Life(7, 3))
+    assert owner.dropped(value) == []
+    assert owner.expelled("it was silent") == [FreeValue(value.reference.rref)]
+    assert owner.is_kept(own.reference.rref)
+    late = Passed(Reference(id_of(BOB, 0), BOB, 0), id_of(OWNER, 9), Passage.CHILD)
+    stale, effects = owner.receive(late)
+    assert owner.failure(stale) is not None
+    assert sent(effects) == []
+
+
 def test_joining_for_the_first_time_changes_nothing() -> None:
     alice = table(ALICE)
     handle, _ = alice.create_remote(OWNER)

@@ -113,17 +113,29 @@ class AtRest:
         users = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
         return [handle for handle in users if worker.references.failure(handle) is None]
 
+    def check_departing(self, worker: SimWorker) -> None:
+        """Checks that one that was declared lost waits for nothing and keeps nothing."""
+        waits = worker.records or worker.jobs or len(worker.calls)
+        require(not waits, Rule.CALLS_END, worker.life, worker.records, worker.jobs)
+        stays = worker.begun and not worker.finished
+        require(not stays, Rule.SHUTDOWN_ENDS, worker.life, "cannot leave")
+        self._check_keeps_nothing(worker)
+
     def check_empty(self) -> None:
         """Checks that nothing is kept for programs that let go of everything."""
         for worker in self._world.living.values():
-            counts = worker.references.counts()
-            kept = (
-                counts.num_user_rrefs
-                + counts.num_owner_rrefs
-                + counts.num_forks
-                + counts.num_pending_children
-                + counts.num_borrows
-            )
-            nothing = kept == 0 and not worker.values and not worker.references.users()
-            require(nothing, Rule.ALWAYS_FREED, worker.life, counts, worker.values)
-            require(not worker.references.leaks(), Rule.ALWAYS_FREED, worker.life, "leaks")
+            self._check_keeps_nothing(worker)
+
+    @staticmethod
+    def _check_keeps_nothing(worker: SimWorker) -> None:
+        counts = worker.references.counts()
+        kept = (
+            counts.num_user_rrefs
+            + counts.num_owner_rrefs
+            + counts.num_forks
+            + counts.num_pending_children
+            + counts.num_borrows
+        )
+        nothing = kept == 0 and not worker.values and not worker.references.users()
+        require(nothing, Rule.ALWAYS_FREED, worker.life, counts, worker.values)
+        require(not worker.references.leaks(), Rule.ALWAYS_FREED, worker.life, "leaks")

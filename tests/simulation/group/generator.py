@@ -46,6 +46,8 @@ class Scenario:
         timeouts: calls have deadlines, and time passes.
         unsent: some requests cannot be sent.
         leave_while_working: some programs shut down while others go on.
+        sleepers: processes are stopped for a while, also between a decision and what they send
+            for it; the others may take them for lost meanwhile.
     """
 
     workers: tuple[int, int] = (2, 4)
@@ -58,6 +60,7 @@ class Scenario:
     timeouts: bool = True
     unsent: bool = True
     leave_while_working: bool = True
+    sleepers: bool = True
 
 
 def _is_between(passed: Passed) -> bool:
@@ -83,6 +86,9 @@ class Generator:
         if draw.random() < 0.4:  # a short run has the rare things of its end as often
             self.length = min(self.length, draw.randint(3, 25))
         self._choose_faults()
+        self.stops = random.Random(f"sleepers {seed}").choice(
+            (0, 0, 1, 4) if scenario.sleepers else (0,)
+        )
         if self.malice:  # who is struck must have something from somebody else
             self.length = max(self.length, scenario.steps[1] // 2)
         self._plot: Iterator[Act] = iter(())
@@ -123,6 +129,10 @@ class Generator:
             (self._crash, self.crashes),
             (self._return, 4 if self.crashes else 0),
             (self._join, self.joins),
+            (self._stop, self.stops),
+            (self._declare, self.stops),
+            (self._wake, self.stops / 2),
+            (self._depart, self.stops / 4),
             (self._cut, self.cuts),
             (self._lose, self.cuts),
             (self._divide, self.partitions),
@@ -160,6 +170,8 @@ class Generator:
         self._patience = draw.choice((0.2, 0.9))
         late = draw.choice((0, 20, 60)) if self.scenario.crashes else 0
         self._late_faults = late if self.scenario.joins else 0
+        if self.stops and not self._late_faults and draw.random() < 0.5:
+            self._late_faults = 20
         self._nesting = draw.choice((0.0, 0.0, 0.3))
 
     # --- Choices
@@ -205,8 +217,10 @@ class Generator:
         """Something that happens while everybody shuts down."""
         if self.random.random() < 0.8:
             return self._something_under_way(world, patient=False)
-        faults = (self._crash, self._crash, self._return, self._join)
-        return self.random.choice(faults)(world)
+        faults = [self._crash, self._crash, self._return, self._join] if self.crashes else []
+        if self.stops:
+            faults += [self._stop, self._stop, self._declare, self._declare, self._wake]
+        return self.random.choice(faults or [self._wake])(world)
 
     def _demanded(self, world: World, phase: RunPhase) -> Act | None:
         worker = self._pick(world.living.values())
@@ -392,8 +406,27 @@ class Generator:
     def _crash(self, world: World) -> Act | None:
         return steps.Crash(self._pick(world.living))
 
+    def _stop(self, world: World) -> Act | None:
+        sends = self.random.choice((None, 0, 0, 1, 2))
+        return steps.Stop(self._pick(world.living), sends, self.random.random() < 0.5)
+
+    def _declare(self, world: World) -> Act | None:
+        return self._of_a_sleeper(world, steps.Declare)
+
+    def _wake(self, world: World) -> Act | None:
+        return self._of_a_sleeper(world, steps.Wake)
+
+    def _of_a_sleeper(self, world: World, act: Callable[[Life], Act]) -> Act | None:
+        asleep = [worker.life for worker in world.living.values() if worker.asleep]
+        return act(self.random.choice(asleep)) if asleep else None
+
+    def _depart(self, world: World) -> Act | None:
+        leaving = [w.life for w in world.living.values() if w.is_expelled and not w.handles]
+        return steps.Depart(self.random.choice(leaving)) if leaving else None
+
     def _return(self, world: World) -> Act | None:
-        dead = [worker for worker, life in world.latest.items() if life not in world.living]
+        there = world.living.keys() - world.expelled
+        dead = [worker for worker, life in world.latest.items() if life not in there]
         return steps.Start(self.random.choice(dead)) if dead else None
 
     def _join(self, world: World) -> Act | None:

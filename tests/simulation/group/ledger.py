@@ -123,8 +123,9 @@ class Ledger:
         living = worker.view.get(to)
         if living is not None:
             require(found == living, Rule.RIGHT_LIFE, worker.life, to, "is", found)
-        elif to in worker.met:
-            named = isinstance(found, WorkerLostError) and found.name == f"w{to}"
+        elif to in worker.met or worker.is_expelled:
+            name = f"w{worker.life.worker if worker.is_expelled else to}"
+            named = isinstance(found, WorkerLostError) and found.name == name
             require(named, Rule.MEMBERS, worker.life, to, "is", found)
         else:
             unknown = isinstance(found, UnknownWorkerError)
@@ -148,7 +149,7 @@ class Ledger:
 
     def calls_expired(self, worker: SimWorker, expired: Sequence[Ended[OpenCall]]) -> None:
         """Deadlines passed."""
-        now = self._world.now
+        now = worker.now
         deadlines: list[float] = []
         for ended in expired:
             record = ended.call
@@ -164,7 +165,7 @@ class Ledger:
     def time_passed(self, worker: SimWorker) -> None:
         """Nothing that is overdue may be left."""
         for record in worker.records.values():
-            overdue = record.deadline is not None and record.deadline + _GRAIN <= self._world.now
+            overdue = record.deadline is not None and record.deadline + _GRAIN <= worker.now
             over = record.outcome is not None
             require(over or not overdue, Rule.DEADLINES, worker.life, record, "is overdue")
         self._count_calls(worker)
@@ -220,7 +221,7 @@ class Ledger:
         require(right, Rule.RIGHT_LIFE, worker.life, record, reply)
         if record.once is not None:
             ran = self._ran.get((reply.served_by, worker.life, record.once))
-            late = reply.ran is None and not worker.may_try(record.once)
+            late = reply.ran is None and not (worker.may_try(record.once) and not worker.behind)
             require(late or ran == reply.ran, Rule.RUNS_ONCE, worker.life, record, reply)
         expected = Ending.REPLY if record.outcome is None else Ending.LATE_REPLY
         taken = ended is not None and ended.call is record and ended.ending is expected
@@ -279,7 +280,7 @@ class Ledger:
             return
         if verdict is Verdict.OVER:
             caller = self._world.living.get(job.sender)
-            needed = caller is not None and caller.may_try(once.number)
+            needed = caller is not None and caller.may_try(once.number) and not caller.behind
             require(not needed, Rule.RUNS_ONCE, worker.life, job.sender, once, "refused")
             return
         same = ran is None if before in worker.jobs else ran == before
@@ -289,7 +290,7 @@ class Ledger:
         self, worker: SimWorker, job: Job, once: RequestId, verdict: Verdict
     ) -> None:
         """Checks that those outcomes are kept that may be asked for or are still to come."""
-        now, here = self._world.now, (worker.life, job.sender)
+        now, here = worker.now, (worker.life, job.sender)
         self._oldest[here] = oldest = max(self._oldest[here], once.oldest)
 
         def is_kept(number: int) -> bool:

@@ -98,6 +98,8 @@ class NewsKind(enum.Enum):
 
     JOINED = "joined"
     LOST = "lost"
+    EXPELLED = "declared lost by the others"
+    """Told to the worker itself."""
 
 
 @dataclass(frozen=True, slots=True)

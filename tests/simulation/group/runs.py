@@ -153,7 +153,12 @@ def outstanding(world: World, phase: RunPhase, leaves: bool) -> Act | None:
     """The oldest thing that still has to happen in a phase; None when it is over."""
     if world.island:
         return steps.Heal()
-    return _under_way(world) or _unfinished(world) or _demanded(world, phase, leaves)
+    return (
+        _under_way(world)
+        or _unfinished(world)
+        or _of_sleepers(world)
+        or _demanded(world, phase, leaves)
+    )
 
 
 def _under_way(world: World) -> Act | None:
@@ -166,8 +171,23 @@ def _under_way(world: World) -> Act | None:
     return None
 
 
+def _of_sleepers(world: World) -> Act | None:
+    """Wakes those that are stopped; those that were declared lost let go of all and end."""
+    for worker in world.living.values():
+        if worker.asleep:
+            return steps.Wake(worker.life)
+        if worker.is_late:
+            return steps.Pulse(worker.life)
+        if worker.is_expelled:
+            name = next(iter(worker.handles), None)
+            return steps.Depart(worker.life) if name is None else steps.Drop(worker.life, name)
+    return None
+
+
 def _unfinished(world: World) -> Act | None:
     for worker in world.living.values():
+        if worker.asleep:
+            continue
         for job in worker.jobs.values():
             if worker.ready(job):
                 return steps.Serve(worker.life, job.name, (), (), (), raises=False)

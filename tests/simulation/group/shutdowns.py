@@ -40,6 +40,8 @@ class Shutdowns:
         again = (worker.life, phase) in self._entered
         require(not again, Rule.TOLD_ONCE, worker.life, "enters", phase, "again")
         self._entered.add((worker.life, phase))
+        if worker.life in self._world.expelled:
+            return  # what it thinks of the others counts once one of them does as it says
         if (phase or Phase.CLOSE) not in self._phases:
             self._check_everybody_began(worker)
         decided = self._phases.setdefault(phase or Phase.CLOSE, frozenset(worker.view.values()))
@@ -88,8 +90,12 @@ class Shutdowns:
 
     def lost(self, worker: SimWorker, life: Life) -> None:
         """A worker hears that another is gone; who left in good order has told its leader."""
+        if worker.life in self._world.expelled:
+            return
         leads = min(worker.view) == worker.life.worker and worker.begun and not worker.finished
-        if life in self._world.closed and leads and worker.leaving.machine.phase is Phase.CLOSE:
+        was_last = self._world.latest[life.worker] == life  # else news of the next came first
+        has_left = life in self._world.closed and was_last
+        if has_left and leads and worker.leaving.machine.phase is Phase.CLOSE:
             told = life.worker not in worker.leaving.machine.missing()
             require(told, Rule.SHUTDOWN_WAITS, worker.life, "was not told that", life, "left")
 
@@ -100,6 +106,7 @@ class Shutdowns:
         for life in group & frozenset(worker.view.values()):
             other = self._world.living.get(life)
             gone = other is None or other is worker or other.finished
+            gone = gone or life in self._world.expelled
             require(gone, Rule.SHUTDOWN_WAITS, worker.life, "leaves before", life)
 
     def answered(self, worker: SimWorker, waves: int) -> None:
@@ -111,7 +118,7 @@ class Shutdowns:
         """Returns what is under way, or runs, and was not caused by a worker that died."""
         world = self._world
         absent = {life for life in group if life not in world.living and life not in world.closed}
-        present = group - absent
+        present = group - absent - world.expelled
         left: list[object] = [
             packet
             for packet in world.network.values()

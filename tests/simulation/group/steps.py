@@ -220,6 +220,47 @@ class Crash:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """A process is stopped, and wakes as it was.
+
+    At once, or when it has sent ``sends`` more messages and is about to send another; its clock
+    goes on meanwhile, or stands, as that of a machine that is paused.
+    """
+
+    who: Life
+    sends: int | None
+    clock_stands: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """The others take one that is stopped for lost; all will hear that, it too, some time each."""
+
+    who: Life
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """A stopped process goes on."""
+
+    who: Life
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The timers run of one that woke."""
+
+    who: Life
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """A worker that knows that it was declared lost, and whose program let go of all, ends."""
+
+    who: Life
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """A new worker joins, or one that died returns in a new life."""
 
@@ -261,6 +302,11 @@ Act: TypeAlias = (
     | Heal
     | Hear
     | Crash
+    | Stop
+    | Declare
+    | Wake
+    | Pulse
+    | Depart
     | Start
     | Close
     | Pass

@@ -132,9 +132,47 @@ class SimWorker:
         self.activity = 0
         self.begun = False
         self.finished = False
+        # While it is stopped, and when it wakes.
+        self.asleep = False
+        self.sends_left: int | None = None
+        """How many messages leave before it is stopped; None if nothing stops it."""
+        self.clock_stands = False
+        self.behind = 0.0
+        """The time for which its clock has stood."""
+        self.is_late = False
+        """Its timers have not run since it woke."""
+        self.outbox: list[Packet] = []
+        """What it sends when it wakes."""
+
+    @property
+    def now(self) -> float:
+        """The time by its own clock."""
+        return self.world.now - self.behind
+
+    def stop(self, sends: int | None, clock_stands: bool) -> None:
+        """It does nothing from now on, or once it has sent so many more messages."""
+        self.clock_stands = clock_stands
+        self.asleep, self.sends_left = sends is None, sends
+
+    def wake(self) -> list[Packet]:
+        """Goes on; returns what it had been about to send."""
+        self.asleep, self.sends_left, self.is_late = False, None, True
+        outbox, self.outbox = self.outbox, []
+        return outbox
+
+    def keeps_back(self) -> bool:
+        """True if what it is about to send leaves when it wakes; it may be stopped just then."""
+        if self.sends_left == 0:
+            self.asleep = True
+        elif self.sends_left is not None:
+            self.sends_left -= 1
+        return self.asleep
 
     def fences(self, life: Life) -> bool:
-        """True if ``life`` is known to be over."""
+        """True if ``life`` is known to be over, or this one's is: it listens to nobody then."""
+        return self._is_over(life) or (self.is_expelled and life != self.life)
+
+    def _is_over(self, life: Life) -> bool:
         return life.incarnation <= self.over.get(life.worker, -1)
 
     def knows(self, life: Life) -> bool:
@@ -158,7 +196,14 @@ class SimWorker:
 
     def joined(self, life: Life) -> None:
         """``life`` is a member."""
-        if self.fences(life) or self.knows(life):
+        if self._is_over(life) or self.knows(life):
+            return
+        if life.worker == self.life.worker and life.incarnation > self.life.incarnation:
+            self.hear_expelled("a later life of it joined")
+            return
+        if self.is_expelled:
+            self.group.add(Peer(info_of(life), life.incarnation, b""))
+            self.world.ledger.membership_changed(self)
             return
         before = self.view.get(life.worker)
         if before is not None:
@@ -176,8 +221,8 @@ class SimWorker:
         self.world.ledger.membership_changed(self)
 
     def lost(self, life: Life, reason: str) -> None:
-        """``life`` is over."""
-        if self.fences(life):
+        """``life`` is over; of a later life of itself it hears in other words."""
+        if self.fences(life) or life.worker == self.life.worker:
             return
         self.over[life.worker] = life.incarnation
         for gone in [each for each in self.waiting if self.fences(each)]:
@@ -194,6 +239,25 @@ class SimWorker:
             self.world.shutdowns.lost(self, known)
             self.leaving.worker_lost(life.worker)
             self.world.shutdowns.looked_at(self)
+        self.world.ledger.membership_changed(self)
+
+    def hear_expelled(self, reason: str) -> None:
+        """The others declared this worker lost: to it, they are gone."""
+        if self.is_expelled:
+            return
+        self.is_expelled = True
+        self.waiting.clear()
+        _, others = self.group.expel(self.life.worker, reason)
+        expected = sorted(life for life in self.view.values() if life != self.life)
+        require(others == expected, Rule.FENCED, self.life, "loses", others, "of", expected)
+        self.view = {self.life.worker: self.life}
+        for life in others:
+            self.over[life.worker] = life.incarnation
+            self._lose_calls(life)
+            self.told_over[life.worker] = life.incarnation
+            self.perform(self.references.worker_lost(life, reason))
+            self.leaving.worker_lost(life.worker)
+        self.perform(self.references.expelled(reason))
         self.world.ledger.membership_changed(self)
 
     def _lose_calls(self, life: Life) -> None:
@@ -220,8 +284,7 @@ class SimWorker:
 
     def open(self, record: OpenCall, timeout: float) -> None:
         """Makes a call known before its request leaves."""
-        now = self.world.now
-        record.correlation = self.calls.open(record, record.to.worker, now, timeout)
+        record.correlation = self.calls.open(record, record.to.worker, self.now, timeout)
         self.records[record.name] = record
         self.activity += 1
         self.world.ledger.call_opened(self, record)
@@ -240,11 +303,12 @@ class SimWorker:
 
     def expire(self) -> None:
         """Time has passed: runs what an agent's pulse runs."""
+        self.is_late = False
         while True:
             due = self.calls.next_expiry()
-            if due is None or due > self.world.now:
+            if due is None or due > self.now:
                 break
-            expired = self.calls.expire(self.world.now)
+            expired = self.calls.expire(self.now)
             require(bool(expired), Rule.DEADLINES, self.life, "comes at", due, "for nothing")
             self.world.ledger.calls_expired(self, expired)
             for ended in expired:
@@ -270,7 +334,7 @@ class SimWorker:
 
     def may_try(self, number: int) -> bool:
         """True while a call has neither a result nor come to the end of its time."""
-        return self.tries[number] and self.tries_until[number] > self.world.now
+        return self.tries[number] and self.tries_until[number] > self.now
 
     def replied(self, sender: Life, reply: SimReply) -> None:
         """A reply came, perhaps not for the first time, perhaps from somebody else."""
@@ -334,7 +398,7 @@ class SimWorker:
 
     def _admit(self, job: Job, once: RequestId) -> None:
         """Runs a request that may come more than once only if it did not come before."""
-        verdict, ran, _ = self.once.arrived(job.sender.worker, once, job.name, self.world.now)
+        verdict, ran, _ = self.once.arrived(job.sender.worker, once, job.name, self.now)
         self.world.ledger.admitted(self, job, once, verdict, ran)
         job.runs = verdict is Verdict.RUN
         if verdict in (Verdict.REPEAT, Verdict.OVER):

@@ -12,6 +12,8 @@ What the transports promise is modelled exactly, for the protocols may rely on i
   or that it took for lost (the packet is refused).
 - Who dies is reported to everybody some time. Who leaves is reported after what
   it had sent.
+- Who is stopped wakes with its messages, calls and timers as they were, maybe between a decision
+  and what it sends for it. If it is declared lost meanwhile, it hears so some time after it woke.
 
 How a loss is noticed, and how word of it spreads, is not played (``liveness``,
 ``membership``): here a loss is news that reaches everybody some time.
@@ -36,6 +38,7 @@ from rpc.protocol.retry import RequestId
 from rpc.transports.base import Peer
 from rpc.wire.control import Passage, Passed
 from tests.simulation.group import steps
+from tests.simulation.group.at_rest import AtRest
 from tests.simulation.group.leaving import EscapedError
 from tests.simulation.group.ledger import Ledger
 from tests.simulation.group.packets import (
@@ -80,6 +83,7 @@ class World:
         self.news: dict[Name, News] = {}
         self.cut: set[frozenset[Life]] = set()
         self.island: frozenset[int] = frozenset()
+        self.expelled: set[Life] = set()
         self.losses = False
         self.messages = 0
         self.causes = _NOBODY
@@ -116,6 +120,11 @@ class World:
             steps.Heal: self._heal,
             steps.Hear: self._hear,
             steps.Crash: self._crash,
+            steps.Stop: self._stop,
+            steps.Declare: self._declare,
+            steps.Wake: self._wake,
+            steps.Pulse: self._pulse,
+            steps.Depart: self._depart,
             steps.Start: self._start,
             steps.Close: self._close,
             steps.Pass: self._pass,
@@ -140,7 +149,8 @@ class World:
                 self.transcript.pop()
             return False
         for worker in list(self.living.values()):
-            worker.leaving.activity_changed()
+            if not worker.asleep:
+                worker.leaving.activity_changed()
         return True
 
     # --- What workers need
@@ -162,7 +172,11 @@ class World:
             causes = self.causes | {source, to}
             name = self.name()
             packet = Packet(name, name, source, to, body, causes)
-            self.network[packet.name] = packet
+            sender = self.living.get(source)
+            if sender is not None and sender.keeps_back():
+                sender.outbox.append(packet)
+            else:
+                self.network[packet.name] = packet
 
     def divides(self, one: Life, other: Life) -> bool:
         """True if nothing passes between two lives for a while."""
@@ -173,10 +187,18 @@ class World:
         if self.divides(packet.source, packet.to):
             return False
         receiver = self.living[packet.to]
-        return receiver.knows(packet.source) or receiver.fences(packet.source)
+        known = receiver.knows(packet.source) or receiver.fences(packet.source)
+        return known and not receiver.asleep
+
+    def awake(self, life: Life) -> SimWorker | None:
+        """A living worker that is not stopped."""
+        worker = self.living.get(life)
+        return None if worker is None or worker.asleep else worker
 
     def audible(self, news: News) -> bool:
         """True if news may reach their listener now."""
+        if self.living[news.listener].asleep:
+            return False
         if not news.after_its_packets:
             return True
         link = (news.about, news.listener)
@@ -186,7 +208,7 @@ class World:
 
     def _at_work(self, life: Life, job: Name | None) -> SimWorker | None:
         """The worker, if its program, or one of its handlers, may act."""
-        worker = self.living.get(life)
+        worker = self.awake(life)
         if worker is None or worker.finished:
             return None
         if job is None:
@@ -251,16 +273,16 @@ class World:
         if not worker.tries.setdefault(number, True):
             return False
         limit = _TRY_SECONDS[number % len(_TRY_SECONDS)]
-        until = worker.tries_until.setdefault(number, self.now + (limit or _FOREVER))
-        if until <= self.now:
+        until = worker.tries_until.setdefault(number, worker.now + (limit or _FOREVER))
+        if until <= worker.now:
             return False
-        left = until - self.now if limit else 0.0
+        left = until - worker.now if limit else 0.0
         once = RequestId(number, worker.oldest_try(), left)
         self._request(worker, worker.view[act.to], (), act.timeout, True, once=once)
         return True
 
     def _cancel(self, act: steps.CancelCall) -> bool:
-        worker = self.living.get(act.by)
+        worker = self.awake(act.by)
         record = worker and worker.records.get(act.call)
         if not worker or not record or not record.leaves:
             return False
@@ -296,9 +318,10 @@ class World:
         patient: bool = False,
         once: RequestId | None = None,
     ) -> OpenCall:
-        deadline = self.now + timeout if timeout else None
+        now = worker.now
+        deadline = now + timeout if timeout else None
         causes = self.causes | {worker.life}
-        record = OpenCall(self.name(), to, table, creates, self.now, deadline, None, causes)
+        record = OpenCall(self.name(), to, table, creates, now, deadline, None, causes)
         record.leaves = leaves
         record.once = once.number if once is not None else None
         worker.open(record, timeout)
@@ -309,7 +332,7 @@ class World:
         return record
 
     def _fail(self, act: steps.Fail) -> bool:
-        worker = self.living.get(act.by)
+        worker = self.awake(act.by)
         record = worker and worker.records.get(act.call)
         if not worker or not record or record.leaves:
             return False
@@ -318,7 +341,7 @@ class World:
         return True
 
     def _drop(self, act: steps.Drop) -> bool:
-        worker = self.living.get(act.by)
+        worker = self.awake(act.by)
         if worker is None or act.handle not in worker.handles:
             return False
         self.causes = frozenset((worker.life,))
@@ -332,7 +355,7 @@ class World:
                 worker.drop(worker.handles.pop(name))
 
     def _serve(self, act: steps.Serve) -> bool:
-        worker = self.living.get(act.by)
+        worker = self.awake(act.by)
         job = worker and worker.jobs.get(act.job)
         if not worker or not job or not worker.ready(job):
             return False
@@ -352,7 +375,7 @@ class World:
         return True
 
     def _begin(self, act: steps.Begin) -> bool:
-        worker = self.living.get(act.by)
+        worker = self.awake(act.by)
         if worker is None or worker.begun:
             return False
         self.causes = frozenset((worker.life,))
@@ -360,7 +383,7 @@ class World:
         return True
 
     def _release(self, act: steps.Release) -> bool:
-        worker = self.living.get(act.by)
+        worker = self.awake(act.by)
         if worker is not None:
             self.causes = frozenset((worker.life,))
             worker.release()
@@ -401,7 +424,8 @@ class World:
         receiver = packet and self.living[packet.to]
         if not packet or not receiver or not isinstance(packet.body, SimReply):
             return False
-        if packet.source.worker == act.sender.worker or not receiver.knows(act.sender):
+        is_stray = packet.source.worker != act.sender.worker and receiver.knows(act.sender)
+        if not is_stray or receiver.asleep:
             return False
         receiver.replied(act.sender, packet.body)
         return True
@@ -448,7 +472,7 @@ class World:
 
     def _start(self, act: steps.Start) -> bool:
         before = self.latest.get(act.worker)
-        if before in self.living:
+        if before in self.living and before not in self.expelled:
             return False
         life = Life(act.worker, 0 if before is None else before.incarnation + 1)
         others = list(self.living)
@@ -457,7 +481,7 @@ class World:
         for member in members:
             if member.worker != act.worker and member not in self.closed:
                 worker.joined(member)
-                if member not in self.living:
+                if member not in self.living or member in self.expelled:
                     self._spread(life, member, NewsKind.LOST)
         worker.joined(life)
         for other in others:
@@ -471,8 +495,58 @@ class World:
         self._vanish(act.who, after_its_packets=False)
         return True
 
-    def _close(self, act: steps.Close) -> bool:
+    def _stop(self, act: steps.Stop) -> bool:
+        worker = self.awake(act.who)
+        if worker is None or worker.sends_left is not None:
+            return False
+        worker.stop(act.sends, act.clock_stands)
+        return True
+
+    def _declare(self, act: steps.Declare) -> bool:
         worker = self.living.get(act.who)
+        others = [each for each in self.living if each != act.who and each not in self.expelled]
+        if worker is None or not worker.asleep or act.who in self.expelled or not others:
+            return False
+        self.losses = True
+        self.expelled.add(act.who)
+        for other in self.living.values():
+            if other.life != act.who and not other.finished:
+                self._spread(other.life, act.who, NewsKind.LOST)
+                self._spread(act.who, other.life, NewsKind.LOST)
+        self._spread(act.who, act.who, NewsKind.EXPELLED)
+        return True
+
+    def _wake(self, act: steps.Wake) -> bool:
+        worker = self.living.get(act.who)
+        if worker is None or not worker.asleep:
+            return False
+        for packet in worker.wake():
+            if packet.to in self.living and frozenset((act.who, packet.to)) not in self.cut:
+                self.network[packet.name] = packet
+        return True
+
+    def _pulse(self, act: steps.Pulse) -> bool:
+        worker = self.awake(act.who)
+        if worker is not None and worker.is_late:
+            self.causes = frozenset((worker.life,))
+            worker.expire()
+            return True
+        return False
+
+    def _depart(self, act: steps.Depart) -> bool:
+        worker = self.awake(act.who)
+        if worker is None or not worker.is_expelled or worker.handles:
+            return False
+        under_way = any(packet.source == packet.to == act.who for packet in self.network.values())
+        goes_on = under_way or any(map(worker.ready, worker.jobs.values()))
+        if goes_on or not all(r.leaves for r in worker.records.values()):
+            return False
+        AtRest(self).check_departing(worker)
+        self._vanish(act.who, after_its_packets=False)
+        return True
+
+    def _close(self, act: steps.Close) -> bool:
+        worker = self.awake(act.who)
         if worker is None or not worker.finished:
             return False
         self.closed.add(act.who)
@@ -486,7 +560,8 @@ class World:
         for name in [name for name, news in self.news.items() if news.listener == life]:
             del self.news[name]
         for other, worker in self.living.items():
-            if not worker.finished:  # who has finished does not care any more
+            heard = life in self.expelled or worker.finished  # such a one does not care any more
+            if not heard:
                 self._spread(other, life, NewsKind.LOST, after_its_packets)
 
     def _spread(
@@ -508,6 +583,8 @@ class World:
             )
         if news.kind is NewsKind.JOINED:
             listener.joined(news.about)
+        elif news.kind is NewsKind.EXPELLED:
+            listener.hear_expelled("it was silent")
         else:
             listener.lost(news.about, "it died")
         return True
@@ -515,6 +592,9 @@ class World:
     def _pass(self, act: steps.Pass) -> bool:
         self.now += act.seconds
         for worker in list(self.living.values()):
-            self.causes = frozenset((worker.life,))
-            worker.expire()
+            if worker.asleep:
+                worker.behind += act.seconds if worker.clock_stands else 0.0
+            else:
+                self.causes = frozenset((worker.life,))
+                worker.expire()
         return True
