@@ -19,6 +19,7 @@ from benchmarks.group import Launch, MemberFailed
 from benchmarks.report import header, remarks, save_curve, save_json, save_plot, table_line
 from benchmarks.rounds import Plan, measure
 from benchmarks.summary import Line, summarize
+from benchmarks.timeline import main as print_timelines
 from benchmarks.workloads import DEFAULT_ROWS, ROWS
 
 _TCP_ONLY = {"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
@@ -44,6 +45,9 @@ def main() -> int:
     if options.count:
         keys = ROWS_COUNTED if options.rows is DEFAULT_ROWS else options.rows
         print_counts(columns[-1], keys, options.functions)
+        return 0
+    if options.timeline:
+        print_timelines(columns[-1], options.rows)
         return 0
     launch = Launch(options.launch)
     plan = Plan(options.rounds, options.starts, options.seconds, options.least, launch)
@@ -128,11 +132,20 @@ def parse() -> argparse.Namespace:
         "measuring time",
     )
     add("--functions", action="store_true", help="with --count, name them")
+    add(
+        "--timeline",
+        action="store_true",
+        help="print what the threads at both ends of a median operation of each row do when, in "
+        "the last column, which is ours over TENSORWIRE",
+    )
     options = parser.parse_args()
     if options.starts is None:
         options.starts = max(1, options.rounds // 2)
     if not 1 <= options.starts <= options.rounds:
         parser.error(f"--starts {options.starts} is not from 1 to --rounds {options.rounds}")
+    is_ours = options.columns[-1] in _OUR_COLUMNS and options.backend == "TENSORWIRE"
+    if options.timeline and not is_ours:
+        parser.error("--timeline needs --backend TENSORWIRE and one of our columns as the last")
     for name in options.columns:
         backends = _OUR_COLUMNS.get(name)
         if backends and options.backend not in backends:

@@ -46,6 +46,7 @@ class Place:
         meeting_file: through which they find each other.
         counts: whether the functions it calls are counted.
         modules: imported before it joins, as torch's agent leaves little time to others.
+        timeline: whether it records what its threads do when.
     """
 
     column: Column
@@ -54,6 +55,7 @@ class Place:
     meeting_file: str
     counts: bool = False
     modules: tuple[str, ...] = ()
+    timeline: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +89,34 @@ class Birth:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time in which a thread did something.
+
+    Args:
+        began: nanoseconds by the clock that all processes of the host share.
+        ended: the same.
+        thread: the thread's name.
+        what: what it did.
+    """
+
+    began: int
+    ended: int
+    thread: str
+    what: str
+
+    @property
+    def nanoseconds(self) -> int:
+        """How long it took."""
+        return self.ended - self.began
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """Ask a member to do something.
 
     Args:
-        verb: ``prepare`` a row, ``measure`` it, ``count`` the functions called since this was
-            last said, ``forget`` what was prepared, or ``leave``.
+        verb: ``prepare`` a row, ``measure`` it, ``count`` the functions called or ``record`` the
+            spans since this was last said, ``forget`` what was prepared, or ``leave``.
         row: the row's key.
         caller: the member's number among those who call, from 0.
         seconds: how long to measure.
@@ -123,11 +147,13 @@ class Answer:
         seconds: how long all of it took.
         nanoseconds: how long each operation took.
         calls: how often each function was called, if that was asked.
+        spans: what its threads did when, if that was asked.
     """
 
     seconds: float = 0.0
     nanoseconds: tuple[int, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
 
     def to_json(self) -> str:
         """Return this as one line."""
@@ -137,4 +163,5 @@ class Answer:
     def from_json(cls, text: str) -> Answer:
         """Rebuild what ``to_json`` wrote."""
         fields = json.loads(text)
-        return cls(fields["seconds"], tuple(fields["nanoseconds"]), fields["calls"])
+        spans = tuple(Span(**span) for span in fields["spans"])
+        return cls(fields["seconds"], tuple(fields["nanoseconds"]), fields["calls"], spans)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.commands import Answer, Birth, Column, Command, Place
+from benchmarks.commands import Answer, Birth, Column, Command, Place, Span
 from benchmarks.workloads import PEER_RANK, Row
 
 _SECONDS_TO_LEAVE = 10.0
@@ -64,6 +64,7 @@ class Group:
         launch: how they are started; those that are forked share a nursery.
         counts: whether the functions that they call are counted.
         modules: imported before they form a group.
+        timeline: whether they record what their threads do when.
     """
 
     def __init__(
@@ -74,12 +75,16 @@ class Group:
         *,
         counts: bool = False,
         modules: Sequence[str] = (),
+        timeline: bool = False,
     ) -> None:
         self.column = column
         self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
         meeting = f"{self._folder.name}/meeting"
         self._members = [
-            _Member(Place(column, rank, size, meeting, counts, tuple(modules)), self._folder.name)
+            _Member(
+                Place(column, rank, size, meeting, counts, tuple(modules), timeline),
+                self._folder.name,
+            )
             for rank in range(size)
         ]
         forked = launch is Launch.FORKED
@@ -133,14 +138,23 @@ class Group:
 
     def count(self, row: Row, operations: int) -> tuple[dict[str, int], dict[str, int]]:
         """Run the row's operation so often; return what the first caller and the peer called."""
+        caller, callee = self._watch(row, operations, "count")
+        return caller.calls, callee.calls
+
+    def record(self, row: Row, operations: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Run the row's operation so often; return what the first caller and the peer did when."""
+        caller, callee = self._watch(row, operations, "record")
+        return caller.spans, callee.spans
+
+    def _watch(self, row: Row, operations: int, verb: str) -> tuple[Answer, Answer]:
         both = [self._callers(row)[0], self._members[PEER_RANK]]
-        self._ask(both, Command("count"))
+        self._ask(both, Command(verb))
         for member in both:
             member.answer()
         self._ask(both[:1], Command("measure", row.key, seconds=0.0, least=operations))
         both[0].answer()
-        self._ask(both, Command("count"))
-        caller, callee = (member.answer().calls for member in both)
+        self._ask(both, Command(verb))
+        caller, callee = (member.answer() for member in both)
         return caller, callee
 
     def forget(self, row: Row) -> None:

@@ -11,7 +11,7 @@ from typing import TextIO, cast
 
 import torch
 
-from benchmarks import counts
+from benchmarks import counts, timeline
 from benchmarks.bindings import OURS, Api, load, make_main_job_importable
 from benchmarks.commands import Answer, Command, Place
 from benchmarks.workloads import ROWS, Operation
@@ -28,6 +28,8 @@ def serve(place: Place) -> None:
     torch.set_num_threads(1)
     if place.counts:
         counts.begin()
+    if place.timeline:
+        timeline.begin()
     api = _join(place)
     operations: dict[str, Operation] = {}
     print(Answer().to_json(), file=answers, flush=True)
@@ -35,7 +37,7 @@ def serve(place: Place) -> None:
         command = Command.from_json(line)
         if command.verb == "leave":
             break
-        answer = _obey(command, api, operations)
+        answer = _obey(command, api, operations, place.timeline)
         print(answer.to_json(), file=answers, flush=True)
     else:
         os._exit(1)
@@ -44,16 +46,22 @@ def serve(place: Place) -> None:
         api.rpc.shutdown()
 
 
-def _obey(command: Command, api: Api, operations: dict[str, Operation]) -> Answer:
+def _obey(
+    command: Command, api: Api, operations: dict[str, Operation], is_recorded: bool
+) -> Answer:
     match command.verb:
         case "prepare":
             operation = ROWS[command.row].prepare(api, command.caller)
+            if is_recorded:
+                operation = timeline.watched(operation)
             operations[command.row] = operation
             return _measure(operation, _WARM_UP_SECONDS, _WARM_UP_LEAST)
         case "measure":
             return _measure(operations[command.row], command.seconds, command.least)
         case "count":
             return Answer(calls=counts.take())
+        case "record":
+            return Answer(spans=tuple(timeline.take()))
         case "forget":
             operations.clear()
             return Answer()
