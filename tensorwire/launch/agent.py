@@ -303,7 +303,8 @@ class RoleAgent(SimpleElasticAgent):
             member
             for event in events
             if isinstance(event, Left)
-            for member in self._listed(seat.name for seat in plan.held_by(event.node))
+            for seat in plan.held_by(event.node)
+            for member in self._members.up_to(seat.name, seat.life)
         ]
         plan = self._plans.put(events)
         for member in orphans:
@@ -351,9 +352,6 @@ class RoleAgent(SimpleElasticAgent):
             self._looked, self._asked_about = now, processes
             self._declared = list(self._members.lost(processes))
         return self._declared
-
-    def _listed(self, names: Iterable[str]) -> list[Any]:
-        return self._members.find(names)
 
     # --- Effects
 

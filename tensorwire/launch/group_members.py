@@ -34,6 +34,11 @@ def note_life(lives: KeyValueStore, name: str, life: int) -> None:
         found = lives.compare_and_set(key, found, mine)
 
 
+def life_noted(lives: KeyValueStore, name: str) -> int:
+    """The latest life of a seat that began, as the group's store says; 0 if none did."""
+    return int(lives.get(f"life/{name}") or b"0")
+
+
 class GroupMembers:
     """The members of the workers' group. Where its store does not answer, there are none.
 
@@ -57,6 +62,17 @@ class GroupMembers:
         with contextlib.suppress(RpcError):
             found += [each for name in names if (each := self._list.find(name)) is not None]
         return found
+
+    def up_to(self, name: str, life: int) -> list[Member]:
+        """The member of a name, if it is of that life of its seat or of an earlier one.
+
+        A life is noted before its process joins. So the member comes first: what is noted
+        afterwards tells of its life or of a later one, however long this agent sleeps in between.
+        """
+        found = self.find([name])
+        with contextlib.suppress(RpcError):
+            return found if life_noted(self._lives, name) <= life else []
+        return []
 
     def strike_off(self, member: Member, reason: str) -> None:
         """Ends the membership of that life of a worker, and of no later one."""
@@ -86,9 +102,10 @@ class GroupMembers:
             FormerLifeError: a later life was begun: it is this agent that was taken for dead.
         """
         self._joined.pop(name, None)
+        former = self.find([name])  # before the note: after it, it may be of a later life
         with contextlib.suppress(RpcError):
             note_life(self._lives, name, life)
-        for member in self.find([name]):
+        for member in former:
             self.strike_off(member, "its agent is gone, and another one took its seat over")
 
     def may_have_changed(self) -> bool:

@@ -14,6 +14,7 @@ The rules:
   nobody who called a later life ever calls an earlier one.
 * Processes of one process group are of one attempt, but for those of such agents: one that was
   struck out while it was frozen may still begin a worker of an attempt whose store is gone.
+* An agent that slept strikes off no later life of a seat than it knows of.
 * No worker starts again more often than it may.
 * When nothing happens any more, the job ends, and nothing is left running.
 """
@@ -36,7 +37,7 @@ from rpc.group.signed_store import SignedStore
 from rpc.ids import Life
 from rpc.transports.base import Peer
 from rpc.worker_info import WorkerInfo
-from tensorwire.launch.group_members import FormerLifeError, note_life
+from tensorwire.launch.group_members import FormerLifeError, life_noted, note_life
 from tensorwire.launch.plan import Plan
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met, apply
@@ -113,6 +114,7 @@ class Game:
         self.store = HashStore()
         self.signed = SignedStore(self.store, b"", PREFIX)
         self.members = MemberTable(self.signed)
+        self.lives = KeyValueStore(self.signed, "rpcrun")
         self.agents: list[GameAgent] = []
         self.all: list[Process] = []
         self.starts: dict[str, int] = {}
@@ -133,6 +135,7 @@ class Game:
                 break
             self.draw.choices([self.let_agent, self.let_process, self.pass_time], [10, 10, 4])[0]()
         assert all(agent.dead or agent.finished for agent in self.agents), self.describe()
+        self.end_orphans()  # of agents that died just before the end
         assert not any(process.lives for process in self.all), self.describe()
         acting = [agent for agent in self.agents if agent.finished]
         assert not acting or self.plan.phase.is_over, self.describe()
@@ -156,8 +159,13 @@ class Game:
                 agent.behind += passed
             if agent.acts and self.time_of(agent) - agent.last_beat >= 1.0:
                 agent.beats, agent.last_beat = agent.beats + 1, self.time_of(agent)
-            if agent.dead and self.now - agent.died_at > 1.0:
-                for process in agent.processes.values():  # its orphan watch sees to that
+        self.end_orphans(after=1.0)
+
+    def end_orphans(self, after: float = 0.0) -> None:
+        """The orphan watches of agents that died some time ago end their workers."""
+        for agent in self.agents:
+            if agent.dead and self.now - agent.died_at >= after:
+                for process in agent.processes.values():
                     if process.lives and not process.stopped:
                         process.code = -15
 
@@ -263,23 +271,25 @@ class Game:
         ended += agent.not_started
         agent.not_started = []
         events = agent.supervisor.report(now, plan, ended, self.silent(agent, plan))
-        orphans = [
-            record
-            for event in events
-            if isinstance(event, Left)
-            for seat in plan.held_by(event.node)
-            if (record := self.members.lookup(seat.name)) is not None
-        ]
+        orphans = []
+        for seat in [s for e in events if isinstance(e, Left) for s in plan.held_by(e.node)]:
+            record = self.members.lookup(seat.name)
+            yield
+            if record is not None and life_noted(self.lives, seat.name) <= seat.life:
+                orphans.append((record, seat.life))
         yield
         yield from self.put(plan, events)
-        for record in orphans:
-            self.members.strike_off(record, "its agent", "it ended")
+        for record, life in orphans:
+            self.strike_off_up_to(record, life)
             yield
         plan = self.plan
         lost = [p.name for p in agent.processes.values() if p.lives and self.was_lost(p)]
         for effect in agent.supervisor.act(self.time_of(agent), plan, lost):
             yield
-            self.perform(agent, effect, plan)
+            if isinstance(effect, Start):
+                yield from self.start(agent, effect, plan)
+            else:
+                self.perform(agent, effect)
         agent.finished = agent.supervisor.is_finished(plan)
         if agent.finished:
             yield from self.put(plan, [Left(str(agent.supervisor.node.id))])
@@ -329,10 +339,8 @@ class Game:
         }
         return [f"node{number}" for number in agent.silence.hear(self.time_of(agent), beats)]
 
-    def perform(self, agent: GameAgent, effect: Effect, plan: Plan) -> None:
-        if isinstance(effect, Start):
-            self.start(agent, effect, plan)
-        elif isinstance(effect, Stop):
+    def perform(self, agent: GameAgent, effect: Effect) -> None:
+        if isinstance(effect, Stop):
             if effect.seat in agent.processes:
                 agent.processes[effect.seat].told = True
         elif isinstance(effect, Kill):
@@ -342,25 +350,34 @@ class Game:
         elif isinstance(effect, HostStore):
             self.plan = apply(self.plan, [Met(effect.role, effect.attempt, "host:1")])
 
-    def start(self, agent: GameAgent, effect: Start, plan: Plan) -> None:
+    def start(self, agent: GameAgent, effect: Start, plan: Plan) -> Iterator[None]:
         seat, state = effect.seat, plan.role(effect.seat.role)
+        listed = self.members.lookup(seat.name)
+        yield
         try:
-            note_life(KeyValueStore(self.signed, "rpcrun"), seat.name, seat.life)
+            note_life(self.lives, seat.name, seat.life)
         except FormerLifeError:
             agent.not_started.append(Ended(seat.id, 127))
             return
+        yield
+        if listed is not None:
+            self.strike_off_up_to(listed, seat.life - 1)
+        yield
         for other in self.all:
-            if other.lives and not self.is_fenced(other.agent):
+            if other.lives and not (self.is_fenced(other.agent) or self.is_fenced(agent)):
                 assert other.seat != seat.id, f"{seat.name} is held twice: {self.describe()}"
                 if state.role.process_group and other.role.name == seat.role:
                     assert other.attempt == state.attempt or self.is_fenced(agent), self.describe()
-        record = self.members.lookup(seat.name)
-        if record is not None:
-            self.members.strike_off(record, "its agent", "it ended")
         process = Process(seat.id, seat.name, state.role, seat.life, state.attempt, agent)
         agent.processes[seat.id] = process
         self.all.append(process)
         assert seat.restarts.spent <= (state.role.max_restarts or 0)
+
+    def strike_off_up_to(self, record: Record, life: int) -> None:
+        """An agent, which may have slept since it looked, strikes off a former life of a seat."""
+        later = [p for p in self.all if p.record == record and p.life > life]
+        assert not later, f"a later life than {life} of {record.name} is struck off: {later}"
+        self.members.strike_off(record, "its agent", "it ended")
 
     def is_fenced(self, agent: GameAgent) -> bool:
         return agent.dead or agent.frozen or self.plan.node(agent.supervisor.node.id) is None
