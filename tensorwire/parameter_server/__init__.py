@@ -15,14 +15,17 @@ from tensorwire.parameter_server.client.collection import (
 )
 from tensorwire.parameter_server.client.connecting import connect
 from tensorwire.parameter_server.client.converting import convert
+from tensorwire.parameter_server.client.counted import Progress
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag
 from tensorwire.parameter_server.client.exchange import Gradients
+from tensorwire.parameter_server.client.file_reading import File
+from tensorwire.parameter_server.client.files import Files
 from tensorwire.parameter_server.client.optimizer import Optimizer, Pushing, TrainerOptimizer
 from tensorwire.parameter_server.client.prefetch import prefetch
 from tensorwire.parameter_server.client.publishing import Publishing, Seconds, Steps
 from tensorwire.parameter_server.client.reader import Reader, WholeStep
-from tensorwire.parameter_server.client.samples import Progress, Samples
+from tensorwire.parameter_server.client.samples import Samples
 from tensorwire.parameter_server.client.saving import Saving
 from tensorwire.parameter_server.client.stepper import NanPolicy
 from tensorwire.parameter_server.client.table import Table
@@ -95,6 +98,8 @@ __all__ = [
     "EmbeddingBagCollection",
     "EmbeddingCollection",
     "Feature",
+    "File",
+    "Files",
     "Float16",
     "Float32",
     "FollowedModel",

@@ -14,7 +14,11 @@ _HELP: Final = {
     "lag": ("gauge", "pushes by which the slowest trainer is behind the fastest"),
     "not_admitted_total": ("counter", "gradients dropped as their id was not admitted yet"),
     "evicted_total": ("counter", "rows evicted"),
-    "batches_trained": ("gauge", "batches of a sampler that are part of the state"),
+    "batches_trained": (
+        "gauge",
+        "batches, or whole files, of a sampler that are part of the state",
+    ),
+    "files_begun": ("gauge", "files of a sampler of which a part is trained"),
     "busy_seconds_total": ("counter", "seconds that a shard has worked, by stage"),
     "head": ("gauge", "1 where a server is the head of a shard, 0 where it is a backup"),
 }
@@ -60,6 +64,8 @@ def _samples(cluster: str, described: dict[str, Any]) -> Iterator[Sample]:
             yield "busy_seconds_total", {**labels, "stage": stage}, seconds
         for name, batches in shard["batches"].items():
             yield "batches_trained", {**labels, "sampler": name}, batches
+        for name, files in shard["begun"].items():
+            yield "files_begun", {**labels, "sampler": name}, files
         for name, table in shard["tables"].items():
             of_table = {**labels, "table": name}
             yield "rows", of_table, table["rows"]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from rpc import extend
 from tensorwire.parameter_server.decisions.consistency import BSP, Async
-from tensorwire.parameter_server.decisions.samples import Account, Leased
+from tensorwire.parameter_server.decisions.files import Begun
+from tensorwire.parameter_server.decisions.samples import LONGEST_LEASE, Account, Leased
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
@@ -36,11 +37,18 @@ class Assignment(ABC):
     Attributes:
         deal: which gave out what :meth:`look` returned last.
         seen: how often the cluster had gone back, and the clock's ``deals``, by then.
+        begun: of files, those that are this trainer's of which a part is trained.
+        at_hand: at least so many batches follow the last one without a wait, unless all are over.
+        shares: the batches of whoever has nothing left are to be others'.
     """
+
+    shares = False
 
     def __init__(self, cluster: Cluster, name: str, window: tuple[int, int]) -> None:
         self.deal = 0
         self.seen = (-1, -1)
+        self.begun: dict[int, Begun] = {}
+        self.at_hand = LONGEST_LEASE
         self._cluster = cluster
         self._name = name
         self._window = window
@@ -62,6 +70,7 @@ class Assignment(ABC):
         rollbacks = session.rollbacks
         account = self._cluster.counting.account_of(self._name)
         self.seen, self.deal = (rollbacks, session.deals), account.deal.number
+        self.begun = {each.file: each for each in account.begun}
         return account
 
     @abstractmethod
@@ -76,6 +85,8 @@ class Assignment(ABC):
 class Dealt(Assignment):
     """The batches that a deal gives to a trainer, under BSP."""
 
+    shares = True
+
     def look(self) -> tuple[Iterator[int], bool]:
         """See :class:`Assignment`."""
         account = self._look_at_account()
@@ -88,15 +99,29 @@ class Dealt(Assignment):
 
 
 class OnLease(Assignment):
-    """The batches that a trainer has on lease, under SSP and async."""
+    """The batches that a trainer has on lease, under SSP and async.
+
+    Args:
+        cluster: see :class:`Assignment`.
+        name: likewise.
+        window: likewise.
+        least: batches, or files, that its loader reads at once.
+    """
 
     _time = 0
     """Pushes of the fastest trainer, as far as is known."""
 
+    def __init__(
+        self, cluster: Cluster, name: str, window: tuple[int, int], least: int = 1
+    ) -> None:
+        super().__init__(cluster, name, window)
+        self._least = least
+
     def look(self) -> tuple[Iterator[int], bool]:
         """See :class:`Assignment`; what was given before and was not pushed is given again."""
         rollbacks = self._cluster.session.rollbacks
-        leased = self._cluster.counting.lease(self._name, self._window, is_first=True)
+        leased = self._lease(is_first=True)
+        self.begun.clear()
         self._time = leased.time
         self.seen, self.deal = (rollbacks, leased.deals), leased.deal
         if leased.is_done and not self.went_back:
@@ -104,13 +129,21 @@ class OnLease(Assignment):
             self._cluster.counting.await_trained(self._name, self._window)
         return self._batches(leased), leased.is_done
 
+    def _lease(self, *, is_first: bool) -> Leased:
+        return self._cluster.counting.lease(
+            self._name, self._window, is_first=is_first, least=self._least
+        )
+
     def _batches(self, leased: Leased) -> Iterator[int]:
         """Yields batches on lease, and more while some are free; ends when they are dealt anew."""
         while leased.begin < leased.end:
-            yield from range(leased.begin, leased.end)
+            self.begun |= {each.file: each for each in leased.begun}
+            for number in range(leased.begin, leased.end):
+                self.at_hand = leased.end - number - 1
+                yield number
             if self.is_stale:
                 return
-            leased = self._cluster.counting.lease(self._name, self._window, is_first=False)
+            leased = self._lease(is_first=False)
             if self.is_stale or leased.deal != self.deal:
                 return
 
@@ -187,10 +220,11 @@ def _keep_up(cluster: Cluster, fastest: int) -> None:
 
 
 def assignment(
-    cluster: Cluster, spec: SamplerSpec, window: tuple[int, int], rank: int
+    cluster: Cluster, spec: SamplerSpec, window: tuple[int, int], rank: int, least: int = 1
 ) -> Assignment:
-    """The kind that fits the sampler and the cluster; arguments as of :class:`Static`."""
+    """The kind that fits the sampler and the cluster; arguments as of the kinds."""
     if spec.num_replicas:
         return Static(cluster, spec, window, rank)
-    kind = Dealt if isinstance(cluster.consistency, BSP) else OnLease
-    return kind(cluster, spec.name, window)
+    if isinstance(cluster.consistency, BSP):
+        return Dealt(cluster, spec.name, window)
+    return OnLease(cluster, spec.name, window, least)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,8 +26,10 @@ from tensorwire.parameter_server.client.exchange import (
     Step,
     Wanted,
 )
+from tensorwire.parameter_server.client.files import Files
 from tensorwire.parameter_server.client.finding import (
     lives_to_come,
+    role_of,
     role_or_names,
     those_there,
 )
@@ -37,12 +37,19 @@ from tensorwire.parameter_server.client.membership import Membership
 from tensorwire.parameter_server.client.publishing import Every, Publishing, begin_publishing
 from tensorwire.parameter_server.client.reader import Reader
 from tensorwire.parameter_server.client.row_fetcher import RowFetcher
-from tensorwire.parameter_server.client.samples import Samples, progress_of
+from tensorwire.parameter_server.client.samples import Samples
+from tensorwire.parameter_server.client.sampling import (
+    SamplerArguments,
+    batches_of,
+    files_of,
+    require_no_batches,
+)
 from tensorwire.parameter_server.client.saving import Saving
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.static_share import share_of
 from tensorwire.parameter_server.client.stepper import NanPolicy, Stepper
 from tensorwire.parameter_server.client.table import Table
+from tensorwire.parameter_server.client.telling import told_of
 from tensorwire.parameter_server.client.tracking import Given
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.consistency import (
@@ -62,11 +69,8 @@ from tensorwire.parameter_server.declarations.dense_spec import (
 from tensorwire.parameter_server.declarations.initialisers import Constant, Initialiser
 from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.declarations.rules import Rule
-from tensorwire.parameter_server.declarations.samplers import SamplerSpec
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
 from tensorwire.parameter_server.declarations.wire import FLOAT32, Kind, Wire, both_ways
-from tensorwire.parameter_server.messaging import messages
-from tensorwire.parameter_server.messaging.calling import LOST
 from tensorwire.parameter_server.messaging.settings import consistency_of
 
 
@@ -367,6 +371,7 @@ class Cluster:
 
     # --- samples
 
+    @overload
     def samples(
         self,
         length: int,
@@ -375,22 +380,56 @@ class Cluster:
         shuffle: bool = False,
         seed: int = 0,
         epochs: int = 1,
-        drop_last: bool = False,
+        drop_last: bool | None = None,
         name: str = "samples",
         assignment: str = "dynamic",
         rank: int | None = None,
         num_replicas: int | None = None,
-    ) -> Samples:
-        """A sampler of batches that divides the samples among all trainers, each of which counts
-        once, whoever dies, joins or leaves. All who name it must say the same of it.
+    ) -> Samples: ...
 
-        This worker becomes a trainer, if it is none yet. Under ``ps.BSP()`` batches are dealt to
-        trainers in turn, the same ones in every run; under ``ps.SSP`` and ``ps.Async`` each trainer
-        takes some whenever it has none left.
+    @overload
+    def samples(
+        self,
+        *,
+        files: Sequence[Any],
+        shuffle: bool = False,
+        seed: int = 0,
+        epochs: int = 1,
+        name: str = "samples",
+        assignment: str = "dynamic",
+        rank: int | None = None,
+        num_replicas: int | None = None,
+    ) -> Files: ...
+
+    def samples(
+        self,
+        length: int | None = None,
+        *,
+        files: Sequence[Any] | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        epochs: int = 1,
+        drop_last: bool | None = None,
+        name: str = "samples",
+        assignment: str = "dynamic",
+        rank: int | None = None,
+        num_replicas: int | None = None,
+    ) -> Samples | Files:
+        """A sampler that divides samples among all trainers, each of which counts once, whoever
+        dies, joins or leaves. All who name it must say the same of it.
+
+        This worker becomes a trainer, if it is none yet. Under ``ps.BSP()`` batches, or files, are
+        dealt to trainers in turn, the same ones in every run; under ``ps.SSP`` and ``ps.Async``
+        each trainer takes some whenever it has none left.
 
         Args:
-            length: samples in an epoch, as ``len(dataset)``.
-            batch_size: samples in a batch of one trainer.
+            length: samples in an epoch, as ``len(dataset)``. Gives a batch sampler.
+            files: the samples' files instead: sources that the data set understands, such as
+                paths, each of which can be pickled. Gives :class:`Files`, over which the data set
+                iterates. All trainers, and those that restore a snapshot, must give equal sources
+                in the same order: their pickles are compared.
+            batch_size: samples in a batch of one trainer; with files it is the loader's.
             shuffle: whether each epoch has an order of its own. Default no: that of the indices.
             seed: of these orders, 0 or more.
             epochs: how often each sample is trained.
@@ -398,8 +437,8 @@ class Cluster:
                 others. Default no.
             name: unique in the cluster.
             assignment: ``"dynamic"``, as said above, or ``"static"``: each trainer has every
-                ``num_replicas``-th batch for itself, counted over all epochs. Nobody else trains
-                them, so if it dies the others wait until a trainer of its rank is back.
+                ``num_replicas``-th batch, or file, for itself, counted over all epochs. Nobody else
+                trains them, so if it dies the others wait until a trainer of its rank is back.
             rank: this trainer's, from 0, if the assignment is static. Default ``ROLE_RANK``, which
                 ``rpcrun`` sets.
             num_replicas: how many there are then. Default ``ROLE_WORLD_SIZE``.
@@ -407,7 +446,7 @@ class Cluster:
         Raises:
             DeclarationError: it is another than before, or than in the snapshot that was restored.
             TypeError: an argument is of a wrong kind.
-            ValueError: an argument is out of range.
+            ValueError: an argument is out of range, or files and a length are given.
 
         Example::
 
@@ -418,25 +457,11 @@ class Cluster:
                 optimizer.step()
         """
         share = share_of(assignment, rank, num_replicas)
-        replicas = share.num_replicas
-        spec = SamplerSpec(name, length, batch_size, shuffle, seed, epochs, drop_last, replicas)
-        self.join()
-        found = SamplerSpec.decode(self.counting.begin(name, spec.encode()))
-        differences = spec.differences(found)
-        if differences:
-            raise errors.DeclarationError(
-                f"sampler {name!r} was declared otherwise before: {'; '.join(differences)}"
-            )
-        return Samples(self, spec, share.rank)
-
-    def _samples_told(self) -> dict[str, Any]:
-        """The progress of each sampler, if the server that keeps the accounts is reached."""
-        told = {}
-        with contextlib.suppress(errors.UnreachableError):
-            for name, text in self.session.view.samplers.items():
-                account = self.counting.account_of(name)
-                told[name] = asdict(progress_of(SamplerSpec.decode(text), account))
-        return told
+        about = SamplerArguments(name, shuffle, seed, epochs, share)
+        if files is not None:
+            require_no_batches(length, batch_size, drop_last)
+            return files_of(self, files, about)
+        return batches_of(self, length, batch_size, drop_last, about)
 
     # --- the cluster as a whole
 
@@ -546,46 +571,20 @@ class Cluster:
             ValueError: there is no such role.
         """
         number("resize", "timeout", timeout)
-        role, names = role_or_names("resize", self._role() if servers is None else servers)
+        wanted = role_of(self.session.view.servers) if servers is None else servers
+        role, names = role_or_names("resize", wanted)
         worker = self.session.worker
         lives = those_there(role) if role else lives_to_come("resize", worker, names, timeout)
         with worker.progress.phase("resize"):
             self.session.servers.ask_coordinator(orders.Resize(tuple(lives)))
             self.session.refresh()
 
-    def _role(self) -> str:
-        """The role of the present servers, for whoever names no others."""
-        names = [server.name for server in self.session.view.servers]
-        roles = {name.rpartition(":")[0] for name in names}
-        if len(roles) != 1 or roles == {""}:
-            raise ValueError(
-                f"resize: the servers {', '.join(names)} are not of one role, as 'ps:0' and 'ps:1' "
-                "are; give the names of those that are to keep everything"
-            )
-        return roles.pop()
-
     def stats(self) -> dict[str, Any]:
         """All that the servers and this worker can say of themselves, as plain data.
 
         Servers that cannot be reached, and the progress that only they know, are left out.
         """
-        self.session.servers.require_own_process()
-        self.session.refresh()
-        answers = self.session.servers.ask_all(messages.Describe())
-        view = self.session.view
-        return {
-            "cluster": self.name,
-            "epoch": view.epoch,
-            "generation": view.generation,
-            "coordinator": view.coordinator.name,
-            "trainers": {t.client.name: t.number for t in view.trainers},
-            "servers": {s.name: each for s, each in answers.items() if each is not LOST},
-            "step": self.step,
-            "bad_steps": self.bad_steps,
-            "rollbacks": self.session.rollbacks,
-            "samples": self._samples_told(),
-            **self.account.told(),
-        }
+        return told_of(self)
 
 
 def _kinds(given: object) -> str:

@@ -51,13 +51,14 @@ class Counting:
             session.news.wait(seen, PAUSE)
             session.refresh()
 
-    def lease(self, sampler: str, window: Window, is_first: bool) -> Leased:
+    def lease(self, sampler: str, window: Window, is_first: bool, least: int = 1) -> Leased:
         """Takes batches of a sampler, under SSP or async.
 
         Args:
             sampler: its name.
             window: of these batches.
             is_first: gives back what this trainer was given before and has not pushed.
+            least: how many it can make use of at once.
         """
         session, log = self._session, extend.WaitLog(time.monotonic())
         self._asked += 1
@@ -65,7 +66,7 @@ class Counting:
             session.news.raise_failure()
             seen, shard = session.news.count, session.view.active[0]
             me = session.trainer
-            asked = LeaseAsked(me.number, sampler, self._asked, *window, me.next, is_first)
+            asked = LeaseAsked(me.number, sampler, self._asked, *window, me.next, is_first, least)
             answer = session.servers.ask_head(shard, messages.LeaseOf(shard, asked))
             if isinstance(answer, Leased) and session.takes_deals(shard, answer.deals):
                 session.servers.reached(sampler)

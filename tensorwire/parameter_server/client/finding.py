@@ -49,6 +49,22 @@ def role_or_names(where: str, servers: Sequence[str] | str) -> tuple[str, list[s
     return servers, sorted(names, key=_number)
 
 
+def role_of(servers: Iterable[Server]) -> str:
+    """The role of servers, for whoever names no others.
+
+    Raises:
+        ValueError: they are of several roles, or of none.
+    """
+    names = [server.name for server in servers]
+    roles = {name.rpartition(":")[0] for name in names}
+    if len(roles) != 1 or roles == {""}:
+        raise ValueError(
+            f"resize: the servers {', '.join(names)} are not of one role, as 'ps:0' and 'ps:1' "
+            "are; give the names of those that are to keep everything"
+        )
+    return roles.pop()
+
+
 def most_servers(role: str, names: Sequence[str]) -> int:
     """The number of servers that there can be: those named, or as many as the role can have."""
     roles = extend.JobRoles.of(os.environ).roles

@@ -8,6 +8,7 @@ the cluster went back; what the loader had read ahead by then is dropped, and th
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorwire.parameter_server.client.assignment import Assignment
+from tensorwire.parameter_server.decisions.files import Part, finished, merged
 from tensorwire.parameter_server.decisions.samples import Batches
 from tensorwire.parameter_server.errors import RolledBack
 
@@ -35,17 +37,21 @@ class Ticket:
 
     Args:
         sampler: the name of its sampler.
-        number: of the batch.
+        numbers: that of the batch; none if it is of files.
         deal: that gave it to this trainer.
         turn: in which it was read.
         rollbacks: how often the cluster had gone back by then.
+        parts: of files, what of them is in the batch.
+        window: of files that were dealt: see ``Batches``.
     """
 
     sampler: str
-    number: int
+    numbers: tuple[int, ...]
     deal: int
     turn: int
     rollbacks: int
+    parts: tuple[Part, ...] = ()
+    window: tuple[int, int] = (0, 0)
 
 
 class Given:
@@ -88,7 +94,10 @@ class Given:
                 "one before you take one of another"
             )
         oldest = min(each.deal for each in tickets)  # so that all are refused if one would be
-        return Batches(names[0], oldest, tuple([each.number for each in tickets]))
+        numbers = [number for each in tickets for number in each.numbers]
+        parts = merged(part for each in tickets for part in each.parts)
+        window = tickets[-1].window
+        return Batches(names[0], oldest, (*numbers, *finished(parts)), parts, window)
 
     def require_whole_steps(self) -> None:
         """Refuses pushes of a part of a step.
@@ -103,36 +112,27 @@ class Given:
             )
 
 
-class Tracked:
+class Tracked(ABC):
     """The batches of a loader, each of which counts as trained with the next push.
 
-    Made by :meth:`Samples.track`, which says what comes out.
+    Made by :meth:`Samples.track` and :meth:`Files.track`, which say what comes out.
 
     Args:
         cluster: where the account is.
         name: of the sampler.
         assigned: finds out which batches are this trainer's.
-        loader: reads what ``indices`` says.
-        indices: makes indices of the numbers of batches.
+        loader: reads them.
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        name: str,
-        assigned: Assignment,
-        loader: Iterable[Any],
-        indices: Indices,
+        self, cluster: Cluster, name: str, assigned: Assignment, loader: Iterable[Any]
     ) -> None:
         self._cluster = cluster
         self._name = name
         self._loader = loader
-        self._indices_of = indices
         self._assigned = assigned
         self._batches: Iterator[Any] | None = None
-        self._read: deque[Ticket] = deque()
         self._numbers: Iterator[int] = iter(())
-        self._block: deque[tuple[int, list[int]]] = deque()
         self._turn = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -148,6 +148,101 @@ class Tracked:
         while self._goes_on():
             yield Turn(self)
 
+    @abstractmethod
+    def next_batch(self) -> tuple[Any, Ticket]:
+        """The next batch of this turn.
+
+        Raises:
+            StopIteration: there is none.
+            RuntimeError: the loader does not read what it is told to.
+        """
+
+    @abstractmethod
+    def _fill(self) -> bool:
+        """Makes ready what is to be read next; False if there is nothing."""
+
+    # --- turns
+
+    def give(self, ticket: Ticket) -> bool:
+        """Gives a batch out, unless it is another trainer's by now."""
+        given, assigned = self._cluster.given, self._assigned
+        if assigned.is_stale and (not len(given) or assigned.went_back):
+            return False
+        given.add(ticket)
+        return True
+
+    def _goes_on(self) -> bool:
+        """Begins a turn as soon as there is one for this trainer; False if all is trained."""
+        while not self._waits_for_a_push():
+            try:
+                is_done = self._look()
+                if self._fill():
+                    return True
+                if self._settles():
+                    continue
+                if is_done:
+                    return False
+                self._assigned.wait()
+            except RolledBack as error:
+                self.recover(error)
+        return False
+
+    def _waits_for_a_push(self) -> bool:
+        """True if this trainer's part ends with batches that it has not pushed; the log says so."""
+        given = self._cluster.given
+        if self._assigned.went_back:
+            given.forget()
+        if given:
+            _logger.warning(
+                "sampler %r: the last %d batches were given out and not pushed; they count as "
+                "trained with the next push, call optimizer.step()", self._name, len(given),
+            )  # fmt: skip
+        return bool(given)
+
+    def _settles(self) -> bool:
+        """Makes a step that only tells what was trained already; False if there is nothing."""
+        return False
+
+    def _look(self) -> bool:
+        """Finds out what is this trainer's; returns True if all is trained."""
+        numbers, is_done = self._assigned.look()
+        self._turn += 1
+        self._numbers = numbers
+        return is_done
+
+    def recover(self, error: RolledBack) -> None:
+        """The cluster went back while this trainer had nothing under way: goes on from there."""
+        _logger.warning(
+            "sampler %r goes on at step %d, as the cluster went back: %s",
+            self._name, error.step, error,
+        )  # fmt: skip
+        self._cluster.reload()
+
+
+class TrackedBatches(Tracked):
+    """The batches of a loader that reads the indices it is given.
+
+    Args:
+        cluster: see :class:`Tracked`.
+        name: likewise.
+        assigned: likewise.
+        loader: reads what ``indices`` says.
+        indices: makes indices of the numbers of batches.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        assigned: Assignment,
+        loader: Iterable[Any],
+        indices: Indices,
+    ) -> None:
+        super().__init__(cluster, name, assigned, loader)
+        self._indices_of = indices
+        self._read: deque[Ticket] = deque()
+        self._block: deque[tuple[int, list[int]]] = deque()
+
     # --- what the loader is to read
 
     def next_indices(self) -> list[int]:
@@ -160,11 +255,11 @@ class Tracked:
             raise StopIteration
         number, indices = self._block.popleft()
         deal, (rollbacks, _) = self._assigned.deal, self._assigned.seen
-        self._read.append(Ticket(self._name, number, deal, self._turn, rollbacks))
+        self._read.append(Ticket(self._name, (number,), deal, self._turn, rollbacks))
         return indices
 
     def _fill(self) -> bool:
-        """Computes what is to be read next; False if there is nothing."""
+        """See :class:`Tracked`."""
         if not self._block:
             numbers = list(islice(self._numbers, _AT_A_TIME))
             self._block.extend(zip(numbers, self._indices_of(numbers), strict=True))
@@ -173,12 +268,7 @@ class Tracked:
     # --- what the loader has read
 
     def next_batch(self) -> tuple[Any, Ticket]:
-        """The next batch of this turn.
-
-        Raises:
-            StopIteration: there is none.
-            RuntimeError: the loader does not read what it is told to.
-        """
+        """See :class:`Tracked`."""
         while True:
             begins = self._batches is None
             if self._batches is None:
@@ -199,57 +289,9 @@ class Tracked:
             if ticket.turn == self._turn:
                 return batch, ticket
 
-    # --- turns
-
-    def give(self, ticket: Ticket) -> bool:
-        """Gives a batch out, unless it is another trainer's by now."""
-        given, assigned = self._cluster.given, self._assigned
-        if assigned.is_stale and (not len(given) or assigned.went_back):
-            return False
-        given.add(ticket)
-        return True
-
-    def _goes_on(self) -> bool:
-        """Begins a turn as soon as there is one for this trainer; False if all is trained."""
-        while not self._waits_for_a_push():
-            try:
-                is_done = self._look()
-                if self._fill():
-                    return True
-                if is_done:
-                    return False
-                self._assigned.wait()
-            except RolledBack as error:
-                self.recover(error)
-        return False
-
-    def _waits_for_a_push(self) -> bool:
-        """True if this trainer's part ends with batches that it has not pushed; the log says so."""
-        given = self._cluster.given
-        if self._assigned.went_back:
-            given.forget()
-        if given:
-            _logger.warning(
-                "sampler %r: the last %d batches were given out and not pushed; they count as "
-                "trained with the next push, call optimizer.step()", self._name, len(given),
-            )  # fmt: skip
-        return bool(given)
-
     def _look(self) -> bool:
-        """Finds out what is this trainer's; returns True if all is trained."""
-        numbers, is_done = self._assigned.look()
-        self._turn += 1
         self._block.clear()
-        self._numbers = numbers
-        return is_done
-
-    def recover(self, error: RolledBack) -> None:
-        """The cluster went back while this trainer had nothing under way: goes on from there."""
-        _logger.warning(
-            "sampler %r goes on at step %d, as the cluster went back: %s",
-            self._name, error.step, error,
-        )  # fmt: skip
-        self._cluster.reload()
+        return super()._look()
 
 
 class Turn:

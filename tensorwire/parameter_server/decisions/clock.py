@@ -220,7 +220,8 @@ class Clock:
         account, given = account.lease(asked, len(self._members))
         self._accounts[asked.sampler] = account
         is_done = account.is_done(asked.begin, asked.end)
-        return Leased(*given, account.deal.number, self.deals, self.time, is_done)
+        begun = account.begun_in(*given)
+        return Leased(*given, account.deal.number, self.deals, self.time, is_done, begun)
 
     # --- cuts
 

@@ -12,13 +12,19 @@ nothing left asks one shard, the *lessor*, for a run of batches: a *lease*. What
 lease and had not pushed when it was dismissed is free again. No batch is on lease twice, so none
 is pushed by two. Where rows move to other shards, and with them the part of the lessor, all leases
 end, and the deal's number rises: whatever is pushed of an ended lease is not taken.
+
+Files (``files``) are dealt and leased like batches. As one file may be much longer than another,
+a deal is also made when one trainer has finished all of its files and another has two or more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Final
+
+from tensorwire.parameter_server.decisions.files import Begun, Part, advanced, follows
 
 LONGEST_LEASE: Final = 64
 """Batches that are given out at a time, so that asking for them costs little of each step."""
@@ -84,12 +90,17 @@ class Batches:
     Args:
         sampler: the name of the sampler.
         deal: the number of the deal that gave them to its sender.
-        numbers: of the batches.
+        numbers: of the batches; of files, those that end with this push.
+        parts: of files.
+        window: of files that were dealt: those that its sender knows to be left are from the first
+            of these numbers on to before the second.
     """
 
     sampler: str
     deal: int
     numbers: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    window: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +144,7 @@ class LeaseAsked:
         end: to before this one.
         pushes: that it has made.
         is_first: it has nothing on lease, as far as it knows: what it has is free again.
+        least: how many it can make use of at once.
     """
 
     trainer: int
@@ -142,6 +154,7 @@ class LeaseAsked:
     end: int
     pushes: int = 0
     is_first: bool = False
+    least: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +168,7 @@ class Leased:
         deals: of the clock.
         time: pushes of the fastest trainer.
         is_done: all that it asked of are part of the state.
+        begun: of files, how far those that are the asker's now are trained.
     """
 
     begin: int
@@ -163,6 +177,7 @@ class Leased:
     deals: int
     time: int
     is_done: bool
+    begun: tuple[Begun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,25 +210,30 @@ class Account:
         done: their numbers.
         deal: who is to train the others.
         leases: likewise, under SSP and async; only the lessor knows.
+        begun: the files of which a part is done.
     """
 
     done: Ranges = ()
     deal: Deal = field(default_factory=Deal)
     leases: tuple[Lease, ...] = ()
+    begun: tuple[Begun, ...] = ()
 
     def encode(self) -> list[Any]:
         """As a value of JSON, without leases."""
-        return [self.done, self.deal.number, self.deal.members, self.deal.done]
+        begun = [each.encode() for each in self.begun]
+        return [self.done, self.deal.number, self.deal.members, self.deal.done, begun]
 
     @classmethod
     def decode(cls, value: Sequence[Any]) -> Account:
-        """The inverse of :meth:`encode`."""
-        done, number, members, before = value
-        return cls(_ranges(done), Deal(int(number), tuple(map(int, members)), _ranges(before)))
+        """The inverse of :meth:`encode`; takes what earlier versions wrote, without files."""
+        done, number, members, before, *files = value
+        deal = Deal(int(number), tuple(map(int, members)), _ranges(before))
+        begun = tuple(Begun.decode(each) for some in files for each in some)
+        return cls(_ranges(done), deal, begun=begun)
 
     def unassigned(self) -> Account:
         """The same samples, for a cluster with trainers of its own."""
-        return Account(self.done)
+        return Account(self.done, begun=self.begun)
 
     def remaining(self, trainer: int, begin: int, end: int) -> Iterator[int]:
         """The batches from ``begin`` to before ``end`` that a trainer has still to train."""
@@ -248,15 +268,36 @@ class Account:
         A head that has just taken over may tell a trainer of an account that lacks its last push,
         which is sent to that head only now: the trainer trains these batches once more.
         """
+        numbers = (*batches.numbers, *(part.file for part in batches.parts))
         done = (range(*each) for each in self.done)
-        is_repeated = any(number in each for each in done for number in batches.numbers)
-        return is_repeated or batches.deal != self.deal.number
+        is_repeated = any(number in each for each in done for number in numbers)
+        has_gap = not all(follows(self.begun, part) for part in batches.parts)
+        return is_repeated or has_gap or batches.deal != self.deal.number
 
     def stepped(self, taken: Iterable[Batches], members: Collection[int]) -> Account:
         """A step of these members was taken, with these batches in it."""
-        numbers = [number for each in taken for number in each.numbers]
-        after = replace(self, done=united(self.done, numbers)) if numbers else self
-        return after if after.deal.members == tuple(sorted(members)) else after.dealt(members)
+        after, ended = self, list[Batches]()
+        for each in taken:
+            after = after._with(each)
+            ended += [each] if each.parts and each.numbers else []
+        if after.deal.members != tuple(sorted(members)) or after._is_uneven(ended):
+            return after.dealt(members)
+        return after
+
+    def _with(self, batches: Batches) -> Account:
+        """Enters batches, or parts of files."""
+        done = united(self.done, batches.numbers) if batches.numbers else self.done
+        begun = advanced(self.begun, batches.parts) if batches.parts else self.begun
+        return replace(self, done=done, begun=begun)
+
+    def _is_uneven(self, ended: Sequence[Batches]) -> bool:
+        """True if a trainer has no file left, as some have ended, and another has two or more."""
+        if not ended:
+            return False
+        begin, end = min(e.window[0] for e in ended), max(e.window[1] for e in ended)
+        lefts = [self.remaining(who, begin, end) for who in self.deal.members]
+        counts = [len(list(islice(left, 2))) for left in lefts]
+        return min(counts, default=0) == 0 and max(counts, default=0) == 2
 
     # --- leases
 
@@ -274,7 +315,7 @@ class Account:
         if known is not None and known.number >= asked.number:
             return self, known.given if known.number == asked.number else (0, 0)
         before = self.forgetting(asked.trainer) if asked.is_first else self
-        given = before._free(asked.begin, asked.end, trainers)
+        given = before._free(asked, trainers)
         held = () if known is None or asked.is_first else known.open
         lease = Lease(asked.trainer, asked.number, given, united(held, range(*given)))
         return before._with_lease(lease), given
@@ -286,13 +327,15 @@ class Account:
         others = tuple(each for each in self.leases if each.trainer != lease.trainer)
         return replace(self, leases=(*others, lease))
 
-    def _free(self, begin: int, end: int, trainers: int) -> tuple[int, int]:
+    def _free(self, asked: LeaseAsked, trainers: int) -> tuple[int, int]:
         """The next batches to be leased: fewer at a time, the fewer are left for each trainer."""
+        begin, end = asked.begin, asked.end
         taken = _joined(self.done, *(each.open for each in self.leases))
         free = [(max(first, begin), behind) for first, behind in gaps(taken, end) if behind > begin]
         if not free:
             return 0, 0
-        longest = max(1, min(LONGEST_LEASE, size(tuple(free)) // (2 * max(1, trainers))))
+        share = min(LONGEST_LEASE, size(tuple(free)) // (2 * max(1, trainers)))
+        longest = max(1, asked.least, share)
         first, behind = free[0]
         return first, min(behind, first + longest)
 
@@ -310,7 +353,7 @@ class Account:
         """A push of a trainer was taken, under SSP or async."""
         if batches is None:
             return self
-        after = replace(self, done=united(self.done, batches.numbers))
+        after = self._with(batches)
         lease = self._lease_of(trainer)
         if lease is None:
             return after
@@ -318,7 +361,11 @@ class Account:
 
     def free(self) -> Account:
         """All leases end, and whatever is pushed of them is not taken any more."""
-        return Account(self.done, Deal(self.deal.number + 1))
+        return Account(self.done, Deal(self.deal.number + 1), begun=self.begun)
+
+    def begun_in(self, begin: int, end: int) -> tuple[Begun, ...]:
+        """The files from ``begin`` to before ``end`` of which a part is done."""
+        return tuple(each for each in self.begun if begin <= each.file < end)
 
     def without_leases(self) -> Account:
         """The same, as shards other than the lessor have it."""

@@ -14,6 +14,8 @@ _LARGEST = 1 << 62
 class SamplerSpec:
     """One sampler. Its batches, of all epochs, are numbered one after the other.
 
+    With files, each of them is a batch of one sample, as far as the account is concerned.
+
     Args:
         name: unique in the cluster.
         length: samples in an epoch.
@@ -24,6 +26,7 @@ class SamplerSpec:
         drop_last: whether the batch that is left at the end of an epoch is not trained.
         num_replicas: the trainers of which each has its own batches, whoever else is there; 0 if
             batches go to those who are there.
+        files: the digest of the files that are the samples; empty if there are none.
 
     Raises:
         TypeError: an argument is of a wrong kind.
@@ -38,6 +41,7 @@ class SamplerSpec:
     epochs: int = 1
     drop_last: bool = False
     num_replicas: int = 0
+    files: str = ""
 
     def __post_init__(self) -> None:
         instance("samples", "name", self.name, str, "a text")
@@ -65,8 +69,15 @@ class SamplerSpec:
 
     def differences(self, other: SamplerSpec) -> list[str]:
         """The points in which another declaration of this sampler says otherwise."""
+        if self.files or other.files:
+            if not (self.files and other.files):
+                return ["a length, not files" if self.files else "files, not a length"]
+            if self.length != other.length:
+                return [f"{other.length} files, not {self.length}"]
         return [
-            f"{each.name}={getattr(other, each.name)!r}, not {getattr(self, each.name)!r}"
+            "files of other pickles"
+            if each.name == "files"
+            else f"{each.name}={getattr(other, each.name)!r}, not {getattr(self, each.name)!r}"
             for each in fields(self)
             if getattr(self, each.name) != getattr(other, each.name)
         ]

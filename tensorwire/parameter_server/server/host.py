@@ -288,6 +288,7 @@ def _described(shard: Any) -> dict[str, Any]:
             },
             "dense": {name: group.bytes for name, group in state.dense.items()},
             "batches": {name: size(each.done) for name, each in replica.clock.accounts.items()},
+            "begun": {name: len(each.begun) for name, each in replica.clock.accounts.items()},
         }
 
 

@@ -12,7 +12,6 @@ from tensorwire.parameter_server.decisions import orders, view_changes
 from tensorwire.parameter_server.decisions.leases import LEASE
 from tensorwire.parameter_server.decisions.lives import Latest
 from tensorwire.parameter_server.decisions.pushes import PushKind
-from tensorwire.parameter_server.decisions.samples import Batches
 from tensorwire.parameter_server.decisions.tasks import (
     Reply,
     Store,
@@ -22,6 +21,7 @@ from tensorwire.parameter_server.messaging.settings import settings_of
 from tests.tensorwire.parameter_server.game.plans import Broken, History, Plan
 from tests.tensorwire.parameter_server.game.processes import Process
 from tests.tensorwire.parameter_server.game.publisher import Publisher
+from tests.tensorwire.parameter_server.game.reading import Work
 from tests.tensorwire.parameter_server.game.rules import Rules
 from tests.tensorwire.parameter_server.game.servers import ServerProcess
 from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
@@ -53,7 +53,7 @@ class Game:
         self.folders: dict[str, dict[int, History]] = {}
         self.damaged: set[str] = set()
         self.kinds: dict[tuple[int, int], PushKind] = {}
-        self.batches: dict[tuple[int, int], Batches | None] = {}
+        self.works: dict[tuple[int, int], Work | None] = {}
         self.late: set[tuple[int, int]] = set()
         """Pushes of trainers that have not looked yet which batches are theirs by now."""
         self.names: dict[int, str] = {}

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from tensorwire.parameter_server.decisions.consistency import Async
 from tensorwire.parameter_server.decisions.pushes import PushKind
-from tensorwire.parameter_server.decisions.samples import Batches, LeaseAsked, Leased
+from tensorwire.parameter_server.decisions.samples import Account, Deal, LeaseAsked, Leased
+from tests.tensorwire.parameter_server.game.reading import SAMPLER, Work
 
 if TYPE_CHECKING:
     from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
 
-SAMPLER = "samples"
 _UNKNOWN = -1
 
 
@@ -29,6 +29,8 @@ class Leasing:
         self._batches: list[int] = []
         self._deal = _UNKNOWN
         self._deals = _UNKNOWN
+        self._account = Account()
+        """What it knows of files that are begun."""
         self._asked = 0
 
     def forget(self) -> None:
@@ -44,15 +46,17 @@ class Leasing:
             self.forget()
         if self._batches:
             few = self._batches[: dice.choice([1, 1, 1, 2])]
-            del self._batches[: len(few)]
-            kind = PushKind.SKIP if dice.random() < 0.1 else PushKind.UPDATE
-            self._push(kind, Batches(SAMPLER, self._deal, tuple(few)))
+            work = trainer.work_on(few, self._account)
+            self._account = self._account.trained(trainer.number, work.batches)
+            self._batches = [n for n in self._batches if n not in work.batches.numbers]
+            is_empty = not work.units or dice.random() < 0.1
+            self._push(PushKind.SKIP if is_empty else PushKind.UPDATE, work)
         else:
             self._ask()
 
-    def _push(self, kind: PushKind, batches: Batches | None) -> None:
+    def _push(self, kind: PushKind, work: Work | None) -> None:
         trainer = self._trainer
-        self._game.batches[trainer.number, trainer.next] = batches
+        self._game.works[trainer.number, trainer.next] = work
         trainer.push(trainer.next, kind)
         trainer.next += 1
         if kind is PushKind.FINISH:
@@ -108,6 +112,7 @@ class Leasing:
         self._deal, self._deals = answer.deal, max(answer.deals, self._trainer.deals_heard)
         self._trainer.deals_heard = self._deals
         self._batches = list(range(answer.begin, answer.end))
+        self._account = Account(deal=Deal(answer.deal), begun=answer.begun)
         is_behind = self._trainer.next < answer.time
         if answer.is_done:
             self._push(PushKind.FINISH, None)

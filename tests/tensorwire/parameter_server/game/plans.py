@@ -65,6 +65,8 @@ class Plan:
     """Records are long on their way to backups."""
     batches: int = 0
     """The batches of a sampler that trainers train, instead of a number of steps."""
+    files: bool = False
+    """These are files, of which each push trains parts."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -139,8 +141,15 @@ def draw_plan_with_leases(seed: int) -> Plan:
     return replace(draw_plan_with_samples(seed), consistency=consistency)
 
 
+def draw_plan_with_files(seed: int) -> Plan:
+    """The plan of a seed in which the records of files are counted."""
+    draw = draw_plan_with_leases if seed % 2 else draw_plan_with_samples
+    plan = draw(seed)
+    return replace(plan, files=True, batches=1 + plan.batches // 2)
+
+
 _LEAST = {"servers": 1, "trainers": 1, "steps": 1}
-_KEPT = ("consistency", "sleepers", "batches")
+_KEPT = ("consistency", "sleepers", "batches", "files")
 """Without these it would be a game of another kind."""
 
 

@@ -23,8 +23,9 @@ from tensorwire.parameter_server.decisions.tasks import (
 from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
 from tests.tensorwire.parameter_server.game.processes import Process
+from tests.tensorwire.parameter_server.game.reading import SAMPLER, units_done
 from tests.tensorwire.parameter_server.game.servers import ServerProcess
-from tests.tensorwire.parameter_server.game.trainers import SAMPLER, TrainerProcess
+from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
 
 if TYPE_CHECKING:
     from tests.tensorwire.parameter_server.game.cluster import Game
@@ -191,8 +192,8 @@ class Rules:
         late = {n for who, n in self.game.late if who == trainer}
         if SAMPLER in accounts and not isinstance(self.game.plan.consistency, BSP):
             deal = accounts[SAMPLER].deal.number
-            late |= {n for (who, n), batches in self.game.batches.items()
-                     if who == trainer and batches is not None and batches.deal < deal}  # fmt: skip
+            works = {n: work for (who, n), work in self.game.works.items() if who == trainer}
+            late |= {n for n, work in works.items() if work and work.batches.deal < deal}
         return late
 
     def accounts(self) -> Mapping[str, Account]:
@@ -259,30 +260,31 @@ class Rules:
                 raise Broken(f"ids {IDS[0]} and {each} went different ways")
 
     def check_samples(self, rows: dict[int, History], account: Account) -> None:
-        """The batches that moved each row are those of the account, each once.
+        """The batches, or records, that moved each row are those of the account, each once.
 
         Those of pushes without gradients are in the account alone.
         """
-        done = {number for each in account.done for number in range(*each)}
+        done = units_done(account, self.game.plan.files)
         for each in IDS:
             pairs = [pair for step in rows.get(each, ()) for pair in step]
-            batches = [self.game.batches[pair] for pair in pairs]
-            seen = Counter(number for b in batches if b is not None for number in b.numbers)
+            works = [self.game.works[pair] for pair in pairs]
+            seen = Counter(unit for work in works if work is not None for unit in work.units)
             if any(count > 1 for count in seen.values()):
                 raise Broken(f"id {each} was moved twice by a batch: {seen}")
             empty = self.trained_without_gradients()
             if not set(seen) <= done or not done - set(seen) <= empty:
-                raise Broken(f"id {each} was moved by batches {sorted(seen)}, not {sorted(done)}")
+                raise Broken(f"id {each} was moved by batches {set(seen)}, not {done}")
 
-    def trained_without_gradients(self) -> set[int]:
+    def trained_without_gradients(self) -> set[object]:
         """The batches whose last push, of all deals that gave them out, had no gradients."""
-        last: dict[int, int] = {}
-        for batches in filter(None, self.game.batches.values()):
-            for number in batches.numbers:
-                last[number] = max(batches.deal, last.get(number, 0))
-        return {n for pair, each in self.game.batches.items() if each is not None
+        last: dict[object, int] = {}
+        for work in filter(None, self.game.works.values()):
+            for unit in work.units:
+                last[unit] = max(work.batches.deal, last.get(unit, 0))
+        return {unit for pair, each in self.game.works.items() if each is not None
                 and self.game.kinds.get(pair) is PushKind.SKIP
-                for n in each.numbers if self.game.rolled or each.deal == last[n]}  # fmt: skip
+                for unit in each.units
+                if self.game.rolled or each.batches.deal == last[unit]}  # fmt: skip
 
     def check_all_trained(self, rows: dict[int, History]) -> None:
         """At the end every batch was trained."""
@@ -290,7 +292,7 @@ class Rules:
             process = self.game.living[shard.head]
             assert isinstance(process, ServerProcess)
             account = process.replicas[shard.number].clock.accounts[SAMPLER]
-            if account.done != ((0, self.game.plan.batches),):
+            if account.done != ((0, self.game.plan.batches),) or account.begun:
                 raise Broken(f"at the end, {account.done} of {self.game.plan.batches} are trained")
             self.check_samples(rows, account)
 

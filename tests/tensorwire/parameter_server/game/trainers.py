@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.parameter_server.decisions import orders
@@ -11,16 +10,23 @@ from tensorwire.parameter_server.decisions.consistency import BSP
 from tensorwire.parameter_server.decisions.pushes import Push, PushKind, Refusal, Refused
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.records import Counted
-from tensorwire.parameter_server.decisions.samples import Account, Batches, gaps, size, united
+from tensorwire.parameter_server.decisions.samples import Account, size
 from tensorwire.parameter_server.decisions.tasks import (
     Reply,
 )
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
-from tests.tensorwire.parameter_server.game.leasing import SAMPLER, Leasing
+from tests.tensorwire.parameter_server.game.leasing import Leasing
 from tests.tensorwire.parameter_server.game.loads import declared
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
 from tests.tensorwire.parameter_server.game.processes import Process
+from tests.tensorwire.parameter_server.game.reading import (
+    SAMPLER,
+    Work,
+    has,
+    parts_of_files,
+    whole_batches,
+)
 
 if TYPE_CHECKING:
     from tests.tensorwire.parameter_server.game.cluster import Game
@@ -313,28 +319,34 @@ class TrainerProcess(Process):
 
     def train_batches(self) -> None:
         """Pushes what is next; an empty push while others have something left."""
-        mine = self.given()
+        mine, dice = self.given(), self.game.random
         done = size(self.account.done) == self.game.plan.batches
-        kind = PushKind.FINISH if done else PushKind.UPDATE if mine else PushKind.SKIP
-        if mine and self.game.random.random() < 0.1:
-            kind = PushKind.SKIP  # as GradScaler does
-        few = mine[: self.game.random.choice([1, 1, 1, 2])]
-        batches = Batches(SAMPLER, self.account.deal.number, tuple(few)) if few else None
-        self.account = replace(self.account, done=united(self.account.done, few))
-        self.game.batches[self.number, self.next] = batches
-        self.push(self.next, kind)
+        is_skipped = bool(mine) and dice.random() < 0.1  # as GradScaler does
+        few = mine[: dice.choice([1, 1, 1, 2])]
+        work = self.work_on(few, self.account) if few else None
+        has_gradients = work is not None and work.units and not is_skipped
+        kind = PushKind.UPDATE if has_gradients else PushKind.SKIP
+        if work is not None:
+            self.account = self.account.trained(self.number, work.batches)
+        self.game.works[self.number, self.next] = work
+        self.push(self.next, PushKind.FINISH if done else kind)
         self.next += 1
         if done:
             self.phase = "finish"
         else:
             self.pull()
 
+    def work_on(self, numbers: list[int], account: Account) -> Work:
+        """A push of some batches, or of parts of files."""
+        plan, deal = self.game.plan, account.deal.number
+        if not plan.files:
+            return whole_batches(deal, numbers)
+        return parts_of_files(deal, numbers, account.begun, plan.batches, self.game.random)
+
     def lacks_last_push(self, account: Account) -> bool:
         """True if an account is older than this trainer's last push, or does without it."""
-        last = self.game.batches.get((self.number, self.next - 1))
-        return last is not None and not set(last.numbers).isdisjoint(
-            number for each in gaps(account.done, self.game.plan.batches) for number in range(*each)
-        )
+        last = self.game.works.get((self.number, self.next - 1))
+        return last is not None and not has(account, last.batches)
 
     def given(self) -> list[int]:
         """The batches that are this trainer's, as far as it knows."""
@@ -366,7 +378,8 @@ class TrainerProcess(Process):
         def answered(answer: Any) -> None:
             self.push_answered(shard, number, epoch, answer)
 
-        batches = self.game.batches.get((self.number, number))
+        work = self.game.works.get((self.number, number))
+        batches = None if work is None else work.batches
         push = Push(self.number, number, epoch, kind, part, batches)
         self.call(found.head, ("push", shard, push), answered)
 

@@ -1,0 +1,82 @@
+"""The parts of files that pushes train, and how far files are trained.
+
+Where the data are files, a file takes the place of a batch in the account of samples (``samples``):
+its number is that of the file in all epochs. It is trained in several pushes, each of which says
+from where to where: *to* is a position, which means something to the program that reads the file
+alone; *from* is where the push before it ended, for which the number of pushes up to there stands.
+A push whose part does not begin there is not taken, so none counts twice and none is left out,
+whatever boundaries the next trainer of the file chooses.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a file that a push trains.
+
+    Args:
+        file: its number.
+        pushes: that trained the parts before.
+        position: where it ends, as the program's own bytes; None if the file ends there.
+    """
+
+    file: int
+    pushes: int
+    position: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A file of which a part is trained, and not all.
+
+    Args:
+        file: its number.
+        pushes: that trained it.
+        position: how far.
+    """
+
+    file: int
+    pushes: int
+    position: bytes
+
+    def encode(self) -> list[Any]:
+        """As a value of JSON."""
+        return [self.file, self.pushes, base64.b64encode(self.position).decode()]
+
+    @classmethod
+    def decode(cls, value: Sequence[Any]) -> Begun:
+        """The inverse of :meth:`encode`."""
+        file, pushes, position = value
+        return cls(int(file), int(pushes), base64.b64decode(position, validate=True))
+
+
+def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The parts of one push: those of one file, which follow on each other, as one."""
+    return tuple({each.file: each for each in parts}.values())
+
+
+def finished(parts: Iterable[Part]) -> tuple[int, ...]:
+    """The files that end with these parts."""
+    return tuple(each.file for each in parts if each.position is None)
+
+
+def follows(begun: Iterable[Begun], part: Part) -> bool:
+    """True if a part begins where its file is trained up to, if that is not trained as a whole."""
+    pushes = next((each.pushes for each in begun if each.file == part.file), 0)
+    return part.pushes == pushes
+
+
+def advanced(begun: tuple[Begun, ...], parts: Iterable[Part]) -> tuple[Begun, ...]:
+    """The files that are begun once these parts are trained."""
+    found = {each.file: each for each in begun}
+    for part in parts:
+        found.pop(part.file, None)
+        if part.position is not None:
+            found[part.file] = Begun(part.file, part.pushes + 1, part.position)
+    return tuple(sorted(found.values(), key=lambda each: each.file))
