@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 import rpc
 from tensorwire import parameter_server as ps
@@ -30,6 +29,7 @@ from tensorwire.parameter_server.server.loading import load_kernels
 from tests import waiting
 from tests.rpc.worker_processes import ProcessGroup, join
 from tests.tensorwire.parameter_server.clusters import server_names, train
+from tests.tensorwire.parameter_server.samples import counted
 
 pytestmark = [
     pytest.mark.slow,
@@ -441,21 +441,16 @@ def _push_until_lost(name: str, progress: str) -> str:
 
 # --- samples that are counted
 
-_SAMPLES = 400
-_EPOCHS = 2
-
 
 def _count_samples(
-    name: str, backups: int, consistency: Any, progress: str, folder: str
-) -> tuple[list[float], ps.Progress]:
+    tracked: Any, name: str, backups: int, consistency: Any, progress: str, folder: str
+) -> tuple[list[float], dict[str, int]]:
     """Trains all samples; returns how often each was, and what the servers say of that."""
     cluster = _connect(name, 2, backups, consistency)
     table = cluster.table("samples", 1, ps.SGD(lr=1.0))
     model = ps.Embedding(table)
     optimizer = ps.Optimizer(cluster, model)
-    data = cluster.samples(_SAMPLES, batch_size=4, shuffle=True, seed=3, epochs=_EPOCHS)
-    loader = DataLoader(TensorDataset(torch.arange(_SAMPLES)), batch_sampler=data)
-    for (ids,) in ps.prefetch(data.track(loader), model, ids=lambda batch: batch[0]):
+    for ids in ps.prefetch(tracked(cluster), model, ids=lambda batch: batch):
         with contextlib.suppress(ps.RolledBack, ps.SnapshotError):  # and the loop goes on
             (-model(ids)).sum().backward()
             optimizer.step()
@@ -464,18 +459,19 @@ def _count_samples(
             if progress:
                 Path(progress).write_text(str(cluster.step))
         optimizer.zero_grad()
-    counts = table.pull(torch.arange(_SAMPLES)).flatten().tolist()
-    told = data.progress
+    counts = table.pull(torch.arange(counted.SAMPLES)).flatten().tolist()
+    told = cluster.stats()["samples"]["samples"]
     cluster.finish()
     return counts, told
 
 
 def _kill_while_samples_are_counted(group: Processes, tmp_path: Path, seed: int) -> None:
     dice, consistency = random.Random(seed), (ps.Async(), ps.BSP(ps.Reduce.SUM))[seed % 2]
+    tracked = (counted.batches, counted.records)[seed // 2 % 2]
     name, progress, backups = group.new_cluster(), tmp_path / "progress4", dice.choice([0, 1])
     paths = [(str(progress), str(tmp_path / "step 5")), ("", "")]
     for n, args in enumerate(paths):
-        group.begin(f"trainer{n}", _count_samples, name, backups, consistency, *args)
+        group.begin(f"trainer{n}", _count_samples, tracked, name, backups, consistency, *args)
     moment = dice.randrange(6, 30)
     waiting.until(lambda: _step(progress) >= moment, _SECONDS)
     time.sleep(dice.uniform(0, 0.01))  # no synchronisation: the moment is to be any
@@ -484,11 +480,11 @@ def _kill_while_samples_are_counted(group: Processes, tmp_path: Path, seed: int)
     group.start(victim)
     if victim.startswith("trainer"):
         args = paths[int(victim[-1])]
-        group.begin(victim, _count_samples, name, backups, consistency, *args)
+        group.begin(victim, _count_samples, tracked, name, backups, consistency, *args)
     for n in range(2):
         counts, told = group.result(f"trainer{n}")
-        assert set(counts) == {float(_EPOCHS)}
-        assert told == ps.Progress(_EPOCHS, _EPOCHS * _SAMPLES, 0, 0)
+        assert set(counts) == {float(counted.EPOCHS)}
+        assert (told["epoch"], told["in_flight"], told["left"]) == (counted.EPOCHS, 0, 0)
 
 
 # --- tests
@@ -578,7 +574,7 @@ def test_every_push_counts_once_and_none_takes_long_while_servers_come_and_go(
     assert max(longest) < 10 or not full_length
 
 
-@pytest.mark.kills(50)
+@pytest.mark.kills(50, usual=4)
 def test_every_sample_counts_once_when_a_server_or_a_trainer_is_killed(
     groups: Groups, tmp_path: Path, kill_seed: int
 ) -> None:

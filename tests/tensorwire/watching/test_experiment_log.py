@@ -24,6 +24,7 @@ _SHARD = {
     "low": 3,
     "bytes": 100,
     "batches": {"samples": 3},
+    "begun": {"samples": 1},
     "tables": {"words": {"rows": 7, "bytes": 80, "updates": 5, "not_admitted": 0, "evicted": 0}},
     "dense": {},
 }

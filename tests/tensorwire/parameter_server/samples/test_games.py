@@ -6,15 +6,18 @@ import pytest
 
 from tests.tensorwire.parameter_server.game import PlanOf, check_games
 from tests.tensorwire.parameter_server.game.plans import (
+    draw_plan_with_files,
     draw_plan_with_leases,
     draw_plan_with_samples,
 )
 
-_SEEDS_EACH = 8
+_SEEDS_EACH = 6
 
 
 @pytest.mark.parametrize("chunk", range(3))
-@pytest.mark.parametrize("plan_of", [draw_plan_with_samples, draw_plan_with_leases])
+@pytest.mark.parametrize(
+    "plan_of", [draw_plan_with_samples, draw_plan_with_leases, draw_plan_with_files]
+)
 def test_every_batch_counts_once_whatever_happens(chunk: int, plan_of: PlanOf) -> None:
     check_games(range(chunk * _SEEDS_EACH, (chunk + 1) * _SEEDS_EACH), plan_of)
 

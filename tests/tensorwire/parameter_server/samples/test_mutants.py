@@ -19,6 +19,7 @@ from tests.tensorwire.parameter_server.game import PlanOf, seed_whose_game_finds
 from tests.tensorwire.parameter_server.game.plans import (
     Plan,
     calm,
+    draw_plan_with_files,
     draw_plan_with_leases,
     draw_plan_with_samples,
 )
@@ -108,6 +109,15 @@ def _forgets_nothing_for_who_begins_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Clock, "lease", lambda self, asked: lease(self, replace(asked, is_first=False)))
 
 
+def _forgets_positions_when_rows_move(patch: pytest.MonkeyPatch) -> None:
+    free = Account.free
+    patch.setattr(Account, "free", lambda self: replace(free(self), begun=()))
+
+
+def _tells_no_position_with_a_lease(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Account, "begun_in", lambda self, begin, end: ())
+
+
 _FIRST = {
     _gives_nothing_out_again: 0,
     _deals_whenever_somebody_joins: 0,
@@ -166,6 +176,10 @@ _PLANS_ON_LEASE: dict[Mutate, PlanOf] = {
 """Games under SSP and async in which many seeds find what few of all find."""
 
 
+_IN_FILES = {_forgets_positions_when_rows_move: 24, _tells_no_position_with_a_lease: 12}
+"""The seed to begin with, in games of files."""
+
+
 def is_found(mutate: Mutate, first: int, plan_of: PlanOf) -> bool:
     """True if the game of one of sixty seeds finds a mistake."""
     return seed_whose_game_finds(mutate, range(first, first + 60), plan_of, _TURNS) is not None
@@ -181,3 +195,8 @@ def test_the_game_finds_a_mistake_in_the_account(mutate: Mutate) -> None:
 def test_the_game_finds_a_mistake_in_leases(mutate: Mutate) -> None:
     plan_of = _PLANS_ON_LEASE.get(mutate, draw_plan_with_leases)
     assert is_found(mutate, _FIRST_ON_LEASE.get(mutate, 0), plan_of)
+
+
+@pytest.mark.parametrize("mutate", _IN_FILES, ids=mistake_name)
+def test_the_game_finds_a_mistake_in_files(mutate: Mutate) -> None:
+    assert is_found(mutate, _IN_FILES[mutate], draw_plan_with_files)
