@@ -467,7 +467,7 @@ def _count_samples(
 
 def _kill_while_samples_are_counted(group: Processes, tmp_path: Path, seed: int) -> None:
     dice, consistency = random.Random(seed), (ps.Async(), ps.BSP(ps.Reduce.SUM))[seed % 2]
-    tracked = (counted.batches, counted.records)[seed // 2 % 2]
+    tracked = (counted.records, counted.records, counted.batches)[seed % 3]
     name, progress, backups = group.new_cluster(), tmp_path / "progress4", dice.choice([0, 1])
     paths = [(str(progress), str(tmp_path / "step 5")), ("", "")]
     for n, args in enumerate(paths):
@@ -574,7 +574,7 @@ def test_every_push_counts_once_and_none_takes_long_while_servers_come_and_go(
     assert max(longest) < 10 or not full_length
 
 
-@pytest.mark.kills(50, usual=4)
+@pytest.mark.kills(50)
 def test_every_sample_counts_once_when_a_server_or_a_trainer_is_killed(
     groups: Groups, tmp_path: Path, kill_seed: int
 ) -> None:
