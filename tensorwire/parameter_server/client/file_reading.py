@@ -41,8 +41,7 @@ class FileToRead:
 
 
 class File:
-    """One file that a data set is to read. Iterating over what ``Cluster.samples`` returns gives
-    one after the other.
+    """One file that a data set is to read. Made by iterating over what ``Cluster.samples`` returns.
 
     Attributes:
         source: as it was given to ``Cluster.samples``.
