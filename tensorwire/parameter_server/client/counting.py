@@ -33,7 +33,7 @@ class Counting:
 
     def begin(self, name: str, text: str) -> str:
         """Has the samples of a sampler counted; returns what the first to name it said it is."""
-        found: str = self._session.servers.ask_coordinator(orders.CountSamples(name, text))
+        found: str = self._session.servers.declare(orders.CountSamples(name, text))
         self._session.refresh()
         return found
 

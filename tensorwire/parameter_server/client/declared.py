@@ -50,13 +50,14 @@ class Declared:
 
         Raises:
             DeclarationError: there is one of that name that is another.
+            UnreachableError: no server answered in time, as after a long resize.
         """
         name = spec.name
         keeping = Keeping.decode(self._session.view.declared.get(name, ""))
         if keeping is not None:
             require_fit(name, keeping, spec)
         announced = orders.Announce(name, specs.encode(spec))
-        found = specs.decode(self._session.servers.ask_coordinator(announced))
+        found = specs.decode(self._session.servers.declare(announced))
         differences = spec.differences(found)
         if isinstance(spec, DenseSpec) and not differences and self._steps_together:
             differences = spec.other_steps(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -74,6 +75,15 @@ class Servers:
                 "the workers of a DataLoader return ids"
             )
 
+    def declare(self, what: orders.Announce | orders.CountSamples) -> Any:
+        """Tells the coordinator of something new; returns what the first to name it said it is.
+
+        Raises:
+            UnreachableError: that took too long; rows may be moving to other servers.
+        """
+        waits_for = f"the declaration of {what.name!r}, which waits while rows move or are saved"
+        return self.ask_coordinator(what, waits_for=waits_for, within=self.patience.limit)
+
     def spread(self) -> None:
         """Tells all servers of the view, lest none of them knows that it is to coordinate."""
         view = self._view()
@@ -82,7 +92,11 @@ class Servers:
             self._caller.call(server, messages.See(text), lambda _: None)
 
     def ask_coordinator(
-        self, what: orders.Request, patient: bool = True, waits_for: str = "it"
+        self,
+        what: orders.Request,
+        patient: bool = True,
+        waits_for: str = "it",
+        within: float | None = None,
     ) -> Any:
         """Asks until the coordinator answers.
 
@@ -90,19 +104,23 @@ class Servers:
             what: the request.
             patient: asks again if the coordinator was lost in the middle.
             waits_for: says in the log for whom or what the answer may wait.
+            within: seconds in which an answer has to come. Default none, as that may be up to
+                others.
 
         Raises:
             ParameterServerError: it cannot be done; or the coordinator was lost.
-            UnreachableError: no server coordinates, or none can decide, for too long.
+            UnreachableError: no server coordinates, or none can decide, for too long; or the
+                answer did not come in time.
         """
         pause, log = PAUSE, extend.WaitLog(time.monotonic())
+        end = math.inf if within is None else log.began + within
         while True:
             self._news.raise_failure()
             seen, coordinator = self._news.count, self._view().coordinator
             reply: Any = messages.Rejected("")
             if verdict_on(self._worker, coordinator) is not Verdict.OVER:
                 answer = self._ask(coordinator, messages.Asking(what))
-                reply = _awaited(answer, log, what, coordinator, waits_for)
+                reply = _awaited(answer, log, what, coordinator, waits_for, end)
             if isinstance(reply, messages.Granted):
                 self.patience.answered(_COORDINATOR)
                 return reply.result
@@ -195,15 +213,29 @@ class Servers:
 
 
 def _awaited(
-    answer: Future[Any], log: extend.WaitLog, what: object, coordinator: Server, waits_for: str
+    answer: Future[Any],
+    log: extend.WaitLog,
+    what: object,
+    coordinator: Server,
+    waits_for: str,
+    end: float,
 ) -> Any:
-    """The answer, however long it takes; the log says so if that is long."""
+    """The answer, if it comes before ``end``; the log says so if it takes long.
+
+    Raises:
+        UnreachableError: it did not come.
+    """
     while True:
         try:
-            return answer.result(max(log.next_at() - time.monotonic(), 0.0))
+            return answer.result(max(min(log.next_at(), end) - time.monotonic(), 0.0))
         except StillWaiting:
             pass
-        if log.is_due(now := time.monotonic()):
+        if (now := time.monotonic()) >= end:
+            raise errors.UnreachableError(
+                f"server {coordinator.name!r}, which coordinates, has not done within "
+                f"{end - log.began:g} s what this worker waits for: {waits_for}"
+            )
+        if log.is_due(now):
             _logger.warning(
                 "%s has waited %.0f s for %s; server %r coordinates",
                 type(what).__name__.lower(), now - log.began, waits_for, coordinator.name,

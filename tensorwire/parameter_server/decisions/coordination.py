@@ -190,12 +190,8 @@ class Coordinator(Publishing):
         if self.view.coordinator != me or lost or gone:
             yield Majority(frozenset(lost.union(map(_life_of, gone))))
         self._certainly_gone |= gone
-        if self.view.coordinator != me:
-            yield Edit(lambda view: view_changes.coordinated(view, me))
-        if lost:
-            yield Edit(lambda view: view_changes.without(view, lost))
+        yield Edit(lambda view: view_changes.taken_over(view, me, lost, self._numbers_gone(view)))
         self._drop_lost()
-        yield Edit(self._without_gone)
         if _lost_shards(self.view):
             self._begin_again()
             return
@@ -387,8 +383,11 @@ class Coordinator(Publishing):
         yield self._to_all(orders.Settle(number, 0))
 
     def _without_gone(self, view: View) -> View:
-        gone = [t.number for t in view.trainers if t.client in self._certainly_gone]
+        gone = self._numbers_gone(view)
         return view_changes.without_trainers(view, gone) if gone else view
+
+    def _numbers_gone(self, view: View) -> list[int]:
+        return [t.number for t in view.trainers if t.client in self._certainly_gone]
 
     def _declare(self, request: int, what: orders.Announce) -> Steps:
         """The first to declare a name says what it is.

@@ -219,6 +219,8 @@ class _Poll:
     asked: dict[int, tuple[Server, int]] = field(default_factory=dict)
     answered: set[Server] = field(default_factory=set)
     failed: set[Server] = field(default_factory=set)
+    ahead: set[Server] = field(default_factory=set)
+    """Those that have read the next view in the store before this server heard that it is there."""
     told: frozenset[Server] = frozenset()
 
 
@@ -274,6 +276,8 @@ class Tasks:
         _, task = self._edits.popleft()
         self._effects.append(Publish(view))
         self._retell()
+        for poll in self._polls:
+            poll.ahead.clear()
         self._resume(task, view)
         self._store_next()
         self._count_votes()
@@ -307,6 +311,7 @@ class Tasks:
     # --- running
 
     def _flush(self) -> list[Effect]:
+        self._count_votes()  # edits that they waited for may have had nothing to change
         self._next_change()
         effects, self._effects = self._effects, []
         return effects
@@ -437,21 +442,24 @@ class Tasks:
         for poll in self._polls:
             if not lost <= poll.suspects:
                 poll.suspects |= lost
-                poll.asked, poll.answered, poll.failed = {}, set(), set()
+                poll.asked, poll.answered, poll.failed, poll.ahead = {}, set(), set(), set()
         self._count_votes()
 
     def _take_vote(self, poll: _Poll, ask: int, answer: Any) -> None:
         voter, number = poll.asked.pop(ask)
         if answer is True:
             poll.answered.add(voter)
-        elif answer is None or self.view.number == number:
-            poll.failed.add(voter)  # else it knows a view that was made since; it is asked again
+        elif answer is None:
+            poll.failed.add(voter)
+        elif self.view.number == number:
+            poll.ahead.add(voter)  # it is asked again once that view is here, too
         self._count_votes()
 
     def _count_votes(self) -> None:
         """Resumes who waits for a majority that is there.
 
-        Not while a view is on its way to the store: it may name others, who have a vote, too.
+        Not while a view is on its way to the store, or waits to be: it may name others, who have
+        a vote, too.
         """
         for poll in list(self._polls):
             electorate = Electorate(self.view, self._over, poll.suspects)
@@ -459,7 +467,7 @@ class Tasks:
                 continue  # the task before it has ended all others
             if not (self._needs_no_votes(poll) or electorate.is_enough({*poll.answered, self._me})):
                 self._ask_for_votes(poll, electorate)
-            elif self._storing is None:
+            elif self._storing is None and not self._edits:
                 self._polls.remove(poll)
                 self._resume(poll.task, None)
 
@@ -471,7 +479,8 @@ class Tasks:
 
     def _ask_for_votes(self, poll: _Poll, electorate: Electorate) -> None:
         agreeing = {self._me, *poll.answered}
-        known = agreeing.union(voter for voter, _ in poll.asked.values())
+        ahead = poll.ahead & self._living
+        known = agreeing.union(ahead, (voter for voter, _ in poll.asked.values()))
         trainers = set(electorate.trainers)
         for voter in electorate.to_ask(agreeing):
             if voter in self._living | trainers and voter not in known | poll.failed:
@@ -481,7 +490,7 @@ class Tasks:
                 ask = Ask(self._numbers, voter, is_trainer, self.view, poll.suspects)
                 self._effects.append(ask)
         silent = frozenset(electorate.servers) - known
-        if silent and not poll.asked and silent != poll.told:
+        if silent and not (poll.asked or ahead) and silent != poll.told:
             poll.told = silent
             self._effects.append(Undecided(tuple(sorted(silent))))
 

@@ -63,6 +63,18 @@ def coordinated(view: View, server: Server) -> View:
     return replace(view, number=number, coordinator=server, term=number, servers=servers)
 
 
+def taken_over(
+    view: View, server: Server, lost: Collection[Server], trainers: Collection[int]
+) -> View:
+    """``server`` coordinates, and these servers and trainers are gone: one view, by one vote."""
+    after = view if view.coordinator == server else coordinated(view, server)
+    if lost:
+        after = without(replace(after, number=view.number), lost)
+    if trainers:
+        after = without_trainers(replace(after, number=view.number), trainers)
+    return after
+
+
 def without(view: View, lost: Collection[Server]) -> View:
     """These servers are gone: backups take over from their heads."""
     number = view.number + 1

@@ -257,6 +257,35 @@ def test_patience_begins_anew_after_an_answer_and_after_a_sleep() -> None:
     assert not patience.failed(1, 100.0)
 
 
+def test_a_declaration_that_waits_for_long_is_told_of_ends_and_may_be_made_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wait_log, "FIRST", (0.05,))
+    hub, rule = MemoryHub(), ps.SGD(lr=1.0)
+    with local_group(*server_names(2), "trainer", hub=hub) as agents, as_worker(agents[-1]):
+        cluster = ps.connect(server_names(2))
+        cluster.table("items", 2, rule).push(torch.arange(4), torch.ones(4, 2))
+        patience = cluster.session.servers.patience
+        usual, patience.limit = patience.limit, _PATIENCE
+        hub.freeze(1)
+        raised = _errors_of(
+            {
+                "announce": lambda: cluster.table("second", 2, rule),
+                "countsamples": lambda: cluster.samples(8, batch_size=2, name="second"),
+            }
+        )
+        hub.thaw(1)
+        patience.limit = usual
+        for name, error in raised.items():
+            assert isinstance(error, ps.UnreachableError)
+            assert "'ps0', which coordinates, has not done within 0.3 s what" in str(error)
+            line = f"{name} has waited 0 s for the declaration of 'second', which waits while rows"
+            assert line in caplog.text
+        cluster.table("second", 2, rule).push(torch.arange(4), torch.ones(4, 2))
+        cluster.samples(8, batch_size=2, name="second")
+        cluster.finish()
+
+
 def test_finish_says_in_the_log_at_which_servers_pushes_are_not_safe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,8 +23,10 @@ from tensorwire.parameter_server.decisions.tasks import (
     Examine,
     Examined,
     Fail,
+    Resign,
     Store,
     Tell,
+    Undecided,
 )
 from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, Trainer, View
 
@@ -49,6 +51,7 @@ class Played:
         me: the server that coordinates.
         view: the view in which it begins.
         lost: servers of the view that it takes for lost.
+        gone: trainers of the view, likewise.
 
     Attributes:
         failed: by request that was not granted, the reason.
@@ -56,7 +59,13 @@ class Played:
         unheard: orders that no shard answers, by the number of what was asked; None if each is.
     """
 
-    def __init__(self, me: Server, view: View, lost: tuple[Server, ...] = ()) -> None:
+    def __init__(
+        self,
+        me: Server,
+        view: View,
+        lost: tuple[Server, ...] = (),
+        gone: tuple[Trainer, ...] = (),
+    ) -> None:
         self.view = view
         self.polls: list[Ask] = []
         self.failed: dict[int, str] = {}
@@ -64,7 +73,7 @@ class Played:
         self.stores: deque[View] | None = None
         self.unheard: dict[int, Tell] | None = None
         living = set(view.servers) - set(lost)
-        here = [each.number for each in view.trainers]
+        here = [each.number for each in view.trainers if each not in gone]
         self.coordinator = Coordinator(me, view, living, (), here)
         self.do(self.coordinator.start())
 
@@ -287,6 +296,57 @@ def test_votes_are_counted_in_the_view_that_takes_somebody_out() -> None:
     played.vote(PS2, PS1)
     played.store()
     assert played.view.servers == (PS0, PS2)
+
+
+def test_a_voter_that_has_read_the_next_view_before_the_coordinator_is_asked_again() -> None:
+    """The coordinator may sleep before it hears that the store has taken a view."""
+    played = Played(PS0, view(3))
+    played.stores = deque()
+    played.do(played.coordinator.server_lost(PS2))
+    played.do(played.coordinator.asked(1, orders.Arrive(PS3)))
+    (poll,) = (each for each in played.polls if each.to == PS1)
+    played.polls.clear()
+    effects = played.coordinator.answered(poll.ask, False)
+    assert not any(isinstance(each, Undecided) for each in effects)
+    played.store()
+    assert {each.to for each in played.polls} == {PS1, PS3}
+    played.vote(PS1, PS2)
+    played.vote(PS3, PS2)
+    played.store()
+    assert played.view.servers == (PS0, PS1, PS3)
+
+
+def test_a_voter_that_ended_after_it_had_read_the_next_view_is_named_as_silent() -> None:
+    played = Played(PS0, view(3))
+    played.stores = deque()
+    played.do(played.coordinator.server_lost(PS2))
+    (poll,) = played.polls
+    assert not played.coordinator.answered(poll.ask, False)
+    assert Undecided((PS1, PS2)) in played.coordinator.server_lost(PS1)
+
+
+def test_one_vote_takes_over_in_one_view() -> None:
+    """Else a server that comes between two of them would be of a view that nobody voted in."""
+    gone = Trainer(1, Client("trainer1", 0))
+    played = Played(PS1, view(3, "BSP", (TRAINER, gone)), lost=(PS0,), gone=(gone,))
+    played.stores = deque()
+    played.vote(PS2, PS0, Server(gone.client.name, 0))
+    played.do(played.coordinator.asked(1, orders.Arrive(PS3)))
+    before, (after,) = played.view, played.stores
+    assert (after.number, after.term) == (before.number + 1, before.number + 1)
+    assert (after.coordinator, after.servers, after.trainers) == (PS1, (PS1, PS2), (TRAINER,))
+    assert {shard.version for shard in after.shards if not shard.chain} == {after.number}
+
+
+def test_who_finds_another_view_in_the_store_does_nothing_more_of_what_was_voted_on() -> None:
+    played = Played(PS1, view(3), lost=(PS0,))
+    played.stores = deque()
+    played.vote(PS2, PS0)
+    other = view_changes.with_server(played.view, PS3)
+    (resigns,) = played.coordinator.stored(other, False)
+    assert isinstance(resigns, Resign)
+    assert not played.coordinator.server_lost(PS2, is_proven=True)
+    assert played.coordinator.asked(2, orders.Arrive(PS4)) == [Fail(2, "")]
 
 
 def test_a_server_that_is_lost_while_the_view_that_names_it_is_stored_is_voted_on() -> None:

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tensorwire.parameter_server.decisions import orders, view_changes
@@ -186,9 +187,14 @@ class Game:
                 self.rules.note_chains(effect.view)
                 self.view = effect.view
                 self.written.append(self.view)
+                for reader in self.servers if self.plan.reads_store else ():
+                    self.later(reader, partial(reader.see, effect.view))
             view = self.view
 
             def stored() -> None:
+                if self.plan.reads_store and self.stranger.random() < 0.8:
+                    self.later(process, stored)
+                    return
                 if process.coordinator is coordinator:
                     process.coordinate(coordinator.stored(view, accepted))
                 process.see(view)
@@ -521,6 +527,7 @@ class Game:
 
     def idle(self) -> None:
         """Nothing is under way: somebody looks again, as after a time, or a server comes back."""
+        self.rules.check_votes()
         if not self.servers or any(
             not shard.chain or shard.head in self.dead for shard in self.view.shards
         ):

@@ -63,6 +63,8 @@ class Plan:
     """Some hear that such a head was lost long after others."""
     slow_records: bool = False
     """Records are long on their way to backups."""
+    reads_store: bool = False
+    """Servers read each view in the store, often before the coordinator hears that it is there."""
     batches: int = 0
     """The batches of a sampler that trainers train, instead of a number of steps."""
     files: bool = False

@@ -80,6 +80,18 @@ class Rules:
             if life not in self.game.dead and each.number not in left and not had_left:
                 raise Broken(f"view {view.number} dismisses {life}, who lives")
 
+    def check_votes(self) -> None:
+        """Nothing is under way: of those that a coordinator reaches, nobody's vote is lost."""
+        for process in self.game.servers:
+            coordinator = process.coordinator
+            if coordinator is None or not self.game.is_healthy(process):
+                continue
+            voters = {p.life for p in self.game.servers if self.game.is_healthy(p) and not p.asleep}
+            for poll in coordinator._polls:
+                forgotten = poll.failed & voters & coordinator._living
+                if forgotten:
+                    raise Broken(f"{process.life} asks {forgotten} no more about {poll.suspects}")
+
     def check_removed(self, view: View) -> None:
         """Servers are taken out of a view only if they are lost, whoever thinks so."""
         removed = self.keepers(self.game.view) - self.keepers(view)

@@ -120,7 +120,7 @@ def _tells_no_position_with_a_lease(patch: pytest.MonkeyPatch) -> None:
 
 _FIRST = {
     _gives_nothing_out_again: 0,
-    _deals_whenever_somebody_joins: 0,
+    _deals_whenever_somebody_joins: 120,
     _counts_no_empty_pushes: 21,
     _moves_no_account_to_a_new_shard: 0,
     _saves_the_account_as_it_is_now: 11,
