@@ -28,7 +28,7 @@ from remote_module.scripting import scriptable_class
 from rpc import extend
 from rpc.extend import import_remedy, require_arguments
 
-_SECONDS_TO_HEAR: Final = 5.0
+SECONDS_TO_HEAR: Final = 5.0
 """For the loss of a worker to become known, of which a call has failed already."""
 
 if TYPE_CHECKING:
@@ -495,7 +495,7 @@ def _dropped(name: str) -> str:
 
 def _lives_on(life: extend.Life) -> bool:
     """False once it is known that a life is over: a call may fail shortly before that."""
-    deadline, heard = time.monotonic() + _SECONDS_TO_HEAR, threading.Event()
+    deadline, heard = time.monotonic() + SECONDS_TO_HEAR, threading.Event()
     forget = extend.on_membership(lambda _: heard.set())
     try:
         while extend.is_living(life) and (left := deadline - time.monotonic()) > 0:

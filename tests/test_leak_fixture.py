@@ -51,7 +51,8 @@ def test_nothing_is_blamed_on_a_later_test():
 
 def test_each_kind_of_leak_fails_only_the_test_that_leaked(pytester: pytest.Pytester) -> None:
     segment = f"left_segment_{os.getpid()}"
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    fixture = Path(__file__).with_name("conftest.py").read_text()
+    pytester.makeconftest(fixture.replace("_SECONDS_TO_SETTLE = 3.0", "_SECONDS_TO_SETTLE = 1.0"))
     pytester.makepyfile(_LEAKY.replace("{segment}", segment))
     ours = f"pythonpath={Path(__file__).parents[1]}"  # the fixture's module imports from tests/
     result = pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:cacheprovider", "-o", ours)

@@ -28,7 +28,7 @@ from tensorwire.watching.views import JobView, NodeView, WorkerView
 
 _logger = logging.getLogger("rpcrun")
 
-_SECONDS_BETWEEN_LOOKS: Final = 1.0
+SECONDS_BETWEEN_LOOKS: Final = 1.0
 _LOOKS_IN_A_BUDGET: Final = 10
 """Looks for standstills within the least budget; more would ask workers for nothing."""
 _SECONDS_BEYOND_A_BUDGET: Final = 0.1
@@ -242,9 +242,9 @@ class JobWatch:
     # --- the thread
 
     def _run(self) -> None:
-        looks_at = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+        looks_at = time.monotonic() + SECONDS_BETWEEN_LOOKS
         while not self._stop.wait(max(0.0, looks_at - time.monotonic())):
-            looks_at = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+            looks_at = time.monotonic() + SECONDS_BETWEEN_LOOKS
             try:
                 is_due = bool(self._policy.least) and time.monotonic() >= self._looks_again
                 self._look(fresh=is_due)

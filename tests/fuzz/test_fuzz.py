@@ -1,4 +1,4 @@
-"""Input from strangers is refused: a little here, for a minute in ``.ci/run``, ten by hand.
+"""Input from strangers is refused: a little here, for half a minute in ``.ci/run``, ten by hand.
 
 ``make fuzz`` runs each parser for its part of ten minutes, ``FUZZ_SECONDS`` says otherwise.
 A failure says with which seed it is repeated.

@@ -79,7 +79,10 @@ def test_a_module_goes_on_from_its_backup_with_the_optimizer_s_state(kind: Any) 
             torch.testing.assert_close(state[name], value)
 
 
-def test_what_cannot_be_backed_up_is_refused_with_a_reason() -> None:
+def test_what_cannot_be_backed_up_is_refused_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("remote_module.module.SECONDS_TO_HEAR", 0.2)
     with local_group("trainer", "a", "b") as agents, as_worker(agents[0]):
         for backup, error, message in [
             ("a", ValueError, "the module's own worker"),

@@ -15,7 +15,7 @@ from tests.rpc.worker_processes import WorkerProcess, call, join, leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_server"), pytest.mark.timeout(400)]
 
-CALLS = 100_000
+CALLS = 30_000
 
 
 _counter = itertools.count()

@@ -2,7 +2,7 @@
 
 A failing seed prints its transcript; play it again with
 ``tests.simulation.group.simulate([seed])``. ``make simulate`` runs 10 000 seeds; ``SIMULATE_SEEDS``
-says how many are run here, which ``.ci/run`` sets to 2000.
+says how many are run here, which ``.ci/run`` sets to 1000.
 """
 
 from __future__ import annotations

@@ -440,8 +440,15 @@ def test_a_record_that_cannot_be_read_is_logged_once_and_says_nothing(
     assert all(each.lives(7) for each in group.listeners)
 
 
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for before the group, of which each member waits from its first look on."""
+    monkeypatch.setattr(membership, "_FULL_LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(membership, "SECONDS_BETWEEN_READS", 0.5)
+
+
 def test_a_member_is_believed_to_be_there_until_somebody_with_the_key_ends_that_life(
-    group: Group, caplog: pytest.LogCaptureFixture
+    looks_often: None, group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = group.table.lookup("carol")
     assert left is not None

@@ -160,8 +160,9 @@ def test_one_that_leaves_alone_names_its_calls(agents: list[Agent]) -> None:
 
 @pytest.mark.parametrize("leave", [Agent.shutdown, lambda bob: bob.group_shutdown.leave_alone(0.0)])
 def test_one_that_is_closed_by_another_thread_waits_for_nobody(
-    agents: list[Agent], leave: Callable[[Agent], None]
+    agents: list[Agent], leave: Callable[[Agent], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rpc.agent.SECONDS_TO_END", 0.5)
     alice, bob, _ = agents
     held(bob, bob).cancel()
     left = threading.Event()

@@ -71,7 +71,7 @@ def test_a_member_of_etcd_and_each_machine_die_in_turn_and_the_job_goes_on(
             agents[machine.name] = start(work, machine, cluster)
             works_on(work, trainers[machine.name])
         cluster.kill(0)
-        for dying, staying in [hosts[:2], hosts[1::-1]] * (2 if full_length else 1):
+        for dying, staying in [hosts[:2], *([hosts[1::-1], hosts[:2], hosts[1::-1]] * full_length)]:
             former = works_on(work, trainers[dying.name])
             other = works_on(work, trainers[staying.name])
             told = agents[staying.name].said.count(STRUCK_OUT)

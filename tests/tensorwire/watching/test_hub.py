@@ -30,6 +30,11 @@ from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
+def _agents_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorwire.watching.watch.SECONDS_BETWEEN_LOOKS", 0.1)
+
+
+@pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short enough for a socket
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
