@@ -39,17 +39,23 @@ def trainer_of(state: TrainerState) -> Trainer | None:
     return None
 
 
-def keep_training(trainer: Trainer, before_again: Callable[[Trainer], None]) -> None:
+def keep_training(
+    trainer: Trainer,
+    before: Callable[[str | None], None],
+    before_again: Callable[[Trainer], None],
+) -> None:
     """Has ``trainer.train`` resume the checkpoint of the cut when servers went back to it.
 
     Args:
         trainer: the Trainer.
-        before_again: called each time before it resumes.
+        before: told each time from which checkpoint it begins; None for from none.
+        before_again: called each time before it resumes because servers went back.
     """
     train = trainer.train
 
     def train_on(resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         while True:
+            before(_named(resume_from_checkpoint, str(trainer.args.output_dir)))
             try:
                 return train(resume_from_checkpoint, *args, **options)
             except ps.RolledBack as error:
@@ -69,6 +75,13 @@ def checkpoint_of(error: ps.RolledBack, output_dir: str) -> str | None:
     folder = Path(error.snapshot).parent
     if (folder / _STATE).exists():
         return str(folder)
+    return _named(True, output_dir)
+
+
+def _named(resume_from_checkpoint: Any, output_dir: str) -> str | None:
+    """The checkpoint that the argument of ``train`` means, which may be True for the last one."""
+    if resume_from_checkpoint is not True:
+        return str(resume_from_checkpoint) if resume_from_checkpoint else None
     last: Any = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     return None if last is None else str(last)
 

@@ -36,6 +36,7 @@ from tensorwire.integrations._ranks import (
     parameters_of,
     telling_others,
 )
+from tensorwire.integrations._shared_data import SharedData
 
 __all__ = ["Mode", "ParameterServerCallback", "stand_alone"]
 
@@ -83,9 +84,13 @@ class ParameterServerCallback(TrainerCallback):
         name: of the parameters in the cluster. Several models of one process need different ones.
         snapshots: name of the folder, in that of each checkpoint, for the servers' snapshot; all
             must see it under the same path. None for no snapshots.
+        every_sample_once: in ``ASYNC`` mode, all Trainers have the same data set and share it by
+            ``Cluster.samples``: each sample is trained once in each epoch, whoever dies, joins or
+            resumes. Default no: each trains all that it has. The callback must have been given to
+            the Trainer when it was made.
 
     Raises:
-        ValueError: there is no such mode, or ``staleness`` is for another.
+        ValueError: there is no such mode, or ``staleness`` or ``every_sample_once`` is for another.
 
     Example::
 
@@ -104,10 +109,16 @@ class ParameterServerCallback(TrainerCallback):
         backups: int = 0,
         name: str = "model",
         snapshots: str | None = "parameter_server",
+        every_sample_once: bool = False,
     ) -> None:
         self.mode = _mode(mode)
         if staleness is not None and self.mode is not Mode.ASYNC:
             raise ValueError(f"staleness={staleness} is for mode='async', not {self.mode.value!r}")
+        if every_sample_once and self.mode is not Mode.ASYNC:
+            raise ValueError(
+                f"every_sample_once={every_sample_once} is for mode='async', not "
+                f"{self.mode.value!r}"
+            )
         self.optimizer: ps.Optimizer | None = None
         self._servers = servers
         self._staleness = staleness
@@ -116,6 +127,9 @@ class ParameterServerCallback(TrainerCallback):
         self._name = name
         self._snapshots = snapshots
         self._phases = SlowPhases()
+        self._every_sample_once = every_sample_once
+        self._shared: SharedData | None = None
+        self._resumed: str | None = None
 
     @property
     def cluster(self) -> ps.Cluster | None:
@@ -135,7 +149,9 @@ class ParameterServerCallback(TrainerCallback):
         """
         trainer = trainer_of(state)
         if trainer is not None:
-            keep_training(trainer, self._begin_again)
+            keep_training(trainer, self._resumes, self._begin_again)
+            if self._every_sample_once:
+                self._shared = SharedData(trainer, self._name)
         if _is_alone_among_others(args):
             _take_number(args)
 
@@ -163,6 +179,11 @@ class ParameterServerCallback(TrainerCallback):
         """
         self._phases.ended()  # of a run before, if an error ended it
         _require_fitting(args, self.mode)
+        if self._every_sample_once and self._shared is None:
+            raise ValueError(
+                "every_sample_once=True: give the callback to the Trainer when it is made, "
+                "Trainer(..., callbacks=[...]), as its data loader is another"
+            )
         holder, inner = _open(optimizer)
         if isinstance(inner, ps.Optimizer):  # a second ``train``, or the Trainer made it itself
             self.optimizer = inner
@@ -172,6 +193,8 @@ class ParameterServerCallback(TrainerCallback):
         else:
             self.optimizer = self._move(inner, ps.Optimizer)
             _put(holder, self.optimizer)
+        if self._shared is not None and self.cluster is not None:
+            self._shared.begin(self.cluster, state, self._resumed)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -190,6 +213,8 @@ class ParameterServerCallback(TrainerCallback):
         self._phases.ended()
         if self.optimizer is None:
             return
+        if self._shared is not None:
+            self._shared.ended()
         if self.mode is not Mode.ASYNC or args.load_best_model_at_end:
             self.optimizer.upload()
         if not isinstance(self._servers, ps.Cluster) and self._is_awaited:
@@ -206,13 +231,14 @@ class ParameterServerCallback(TrainerCallback):
             control: of the Trainer.
             others: what else the Trainer tells.
         """
-        control.should_save = control.should_save and (args.should_save or args.world_size > 1)
-        self._phases.step_ended(control.should_evaluate, control.should_save)
+        if self._shared is not None:
+            self._shared.step_ended(state)
+        self._leave_saving(args, control)
 
-    def on_epoch_end(
+    def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Does the same as at the end of a step.
+        """Has a Trainer that shares its data end with the last sample, not after some steps.
 
         Args:
             args: of the Trainer.
@@ -220,12 +246,28 @@ class ParameterServerCallback(TrainerCallback):
             control: of the Trainer.
             others: what else the Trainer tells.
         """
-        self.on_step_end(args, state, control)
+        if self._shared is not None:
+            self._shared.before_step(state)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Does the same as at the end of a step; ends training if all samples are trained.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            others: what else the Trainer tells.
+        """
+        if self._shared is not None:
+            self._shared.epoch_ended(args, state, control)
+        self._leave_saving(args, control)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Ends the slow phase before it.
+        """Ends the slow phase before it; has the schedule be where all Trainers are.
 
         Args:
             args: of the Trainer.
@@ -234,6 +276,8 @@ class ParameterServerCallback(TrainerCallback):
             others: what else the Trainer tells.
         """
         self._phases.ended()
+        if self._shared is not None:
+            self._shared.step_begins(others.get("lr_scheduler"))
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -292,9 +336,19 @@ class ParameterServerCallback(TrainerCallback):
             others: what else the Trainer tells.
         """
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        if self._shared is not None and folder.is_dir():
+            self._shared.save(folder)
         if self.cluster is not None and self._snapshots is not None and folder.is_dir():
             save_servers(self.cluster, folder / self._snapshots)
         self._phases.ended()
+
+    def _leave_saving(self, args: TrainingArguments, control: TrainerControl) -> None:
+        """Leaves saving to the first of several Trainers; names the slow phase that follows."""
+        control.should_save = control.should_save and (args.should_save or args.world_size > 1)
+        self._phases.step_ended(control.should_evaluate, control.should_save)
+
+    def _resumes(self, checkpoint: str | None) -> None:
+        self._resumed = checkpoint
 
     def _begin_again(self, trainer: Trainer) -> None:
         """Has an asynchronous Trainer begin with what the servers have, not with what it saved."""
@@ -304,7 +358,9 @@ class ParameterServerCallback(TrainerCallback):
 
     @property
     def _is_awaited(self) -> bool:
-        return self._trainers > 1 or self._staleness is not None
+        """True if others wait for this Trainer, or may wait for samples that it has taken."""
+        has_samples = self._shared is not None and not self._shared.is_done
+        return self._trainers > 1 or self._staleness is not None or has_samples
 
     def _move_as_one_of_several(
         self, holder: AcceleratedOptimizer, inner: torch.optim.Optimizer
@@ -345,7 +401,17 @@ class ParameterServerCallback(TrainerCallback):
             backups=self._backups,
             consistency=consistency,
             trainers=self._trainers,
+            restore=self._snapshot_of_checkpoint(),
         )
+
+    def _snapshot_of_checkpoint(self) -> Path | None:
+        """The servers' snapshot with which new servers begin, so that their account is as old as
+        the checkpoint; servers that are there already go on with theirs.
+        """
+        if not self._every_sample_once or self._resumed is None or self._snapshots is None:
+            return None
+        folder = Path(self._resumed) / self._snapshots
+        return folder if folder.is_dir() else None
 
 
 def stand_alone() -> None:

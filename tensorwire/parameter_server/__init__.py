@@ -25,7 +25,7 @@ from tensorwire.parameter_server.client.optimizer import Optimizer, Pushing, Tra
 from tensorwire.parameter_server.client.prefetch import prefetch
 from tensorwire.parameter_server.client.publishing import Publishing, Seconds, Steps
 from tensorwire.parameter_server.client.reader import Reader, WholeStep
-from tensorwire.parameter_server.client.samples import Samples
+from tensorwire.parameter_server.client.samples import Position, Samples
 from tensorwire.parameter_server.client.saving import Saving
 from tensorwire.parameter_server.client.stepper import NanPolicy
 from tensorwire.parameter_server.client.table import Table
@@ -118,6 +118,7 @@ __all__ = [
     "OutOfMemoryError",
     "ParameterServerError",
     "Per",
+    "Position",
     "Precision",
     "Progress",
     "Publishing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,23 @@ from tensorwire.parameter_server.declarations.samplers import SamplerSpec
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The place of a batch among all.
+
+    Args:
+        number: of the batch, counted over all epochs.
+        epoch: its epoch.
+        first: the first of its samples, in the order of the epoch.
+        count: its samples.
+    """
+
+    number: int
+    epoch: int
+    first: int
+    count: int
 
 
 class Samples(Counted, Sampler[list[int]]):
@@ -86,6 +104,12 @@ class Samples(Counted, Sampler[list[int]]):
         tracked = TrackedBatches(self._cluster, self.spec.name, assigned, loader, self._indices_of)
         self._tracked = tracked
         return tracked
+
+    @property
+    def position(self) -> Position | None:
+        """The place of the batch that :meth:`track` gave out last; None before the first."""
+        number = -1 if self._tracked is None else self._tracked.last
+        return None if number < 0 else Position(number, *self.spec.place_of(number))
 
     def _indices_of(self, numbers: list[int]) -> list[list[int]]:
         """The indices of the samples of some batches."""

@@ -122,11 +122,15 @@ class Tracked(ABC):
         name: of the sampler.
         assigned: finds out which batches are this trainer's.
         loader: reads them.
+
+    Attributes:
+        last: the number of the batch that was given out last; -1 before the first, and of files.
     """
 
     def __init__(
         self, cluster: Cluster, name: str, assigned: Assignment, loader: Iterable[Any]
     ) -> None:
+        self.last = -1
         self._cluster = cluster
         self._name = name
         self._loader = loader
@@ -169,6 +173,7 @@ class Tracked(ABC):
         if assigned.is_stale and (not len(given) or assigned.went_back):
             return False
         given.add(ticket)
+        self.last = ticket.numbers[-1] if ticket.numbers else self.last
         return True
 
     def _goes_on(self) -> bool:
