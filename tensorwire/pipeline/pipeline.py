@@ -40,7 +40,7 @@ from tensorwire.pipeline.sharing import Tie
 from tensorwire.pipeline.splitting import split_model
 from tensorwire.pipeline.stage import settings_of
 from tensorwire.pipeline.trace import Trace
-from tensorwire.pipeline.wiring import Told, Wiring
+from tensorwire.pipeline.wiring import SourceName, Wiring
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,7 +112,7 @@ class Pipeline:
         loss: Loss | None = None,
         *,
         reduction: Reduction | None = None,
-        inputs: Mapping[int, Sequence[Told]] | None = None,
+        inputs: Mapping[int, Sequence[SourceName]] | None = None,
         tied: Sequence[Tie] = (),
         recompute: bool | Collection[int] = False,
         autocast: torch.dtype | None = None,

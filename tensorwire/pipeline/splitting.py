@@ -18,7 +18,7 @@ from torch import nn
 
 from remote_module import RemoteModule
 from tensorwire.pipeline.balance import Balance, costs_of, even_cuts
-from tensorwire.pipeline.wiring import Told
+from tensorwire.pipeline.wiring import SourceName
 
 _tracer = threading.Lock()
 """Guards torch's tracer, which is of the process and traces one model at a time."""
@@ -35,7 +35,7 @@ class Split:
     """
 
     stages: list[RemoteModule]
-    inputs: Mapping[int, Sequence[Told]]
+    inputs: Mapping[int, Sequence[SourceName]]
     tied: list[list[tuple[int, str]]]
 
 
@@ -133,10 +133,10 @@ def _traced(model: nn.Module, at: Sequence[str], arguments: tuple[Any, ...]) -> 
         return pipeline(model, arguments, split_spec=dict.fromkeys(at, SplitPoint.BEGINNING))
 
 
-def _inputs(graph: Any) -> dict[int, list[Told]]:
+def _inputs(graph: Any) -> dict[int, list[SourceName]]:
     """The outputs and arguments that each stage takes, read from the graph that joins them."""
-    meant: dict[Any, Told] = {}
-    inputs: dict[int, list[Told]] = {}
+    meant: dict[Any, SourceName] = {}
+    inputs: dict[int, list[SourceName]] = {}
     positional = 0
     for node in graph.nodes:
         match node.op:

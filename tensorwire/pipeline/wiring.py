@@ -36,7 +36,7 @@ class FromStep:
 
 
 Source: TypeAlias = FromStage | FromStep
-Told: TypeAlias = int | tuple[int, int] | str
+SourceName: TypeAlias = int | tuple[int, int] | str
 """A source as a user names it: a stage, a stage and the index of an output, a keyword."""
 
 
@@ -51,7 +51,7 @@ class Wiring:
     sources: tuple[tuple[Source, ...], ...]
 
     @classmethod
-    def chain(cls, stages: int, inputs: Mapping[int, Sequence[Told]] | None = None) -> Wiring:
+    def chain(cls, stages: int, inputs: Mapping[int, Sequence[SourceName]] | None = None) -> Wiring:
         """Connects each stage with the one before, but those in ``inputs`` as that says.
 
         Raises:
@@ -91,7 +91,7 @@ class Wiring:
         return [each.name for each in self.sources[stage] if isinstance(each, FromStep)]
 
 
-def _source(stage: int, told: Told) -> Source:
+def _source(stage: int, told: SourceName) -> Source:
     match told:
         case str():
             return FromStep(told)

@@ -30,7 +30,7 @@ class KeyValues(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class AgentReport:
     """The value that one agent writes.
 
     Args:
@@ -58,7 +58,7 @@ class Exchange:
 
     def __init__(self, values: KeyValues, node: int) -> None:
         self._values, self._node = values, node
-        self._latest: dict[int, Told] = {}
+        self._latest: dict[int, AgentReport] = {}
         self._number = 0
         self._heard_call: bytes | None = None
 
@@ -73,15 +73,15 @@ class Exchange:
         before, self._heard_call = self._heard_call, self._values.get(_CALL)
         return self._heard_call != before
 
-    def write(self, make: Callable[[int], Told]) -> None:
+    def write(self, make: Callable[[int], AgentReport]) -> None:
         """Writes this agent's value, made with the next number."""
         self._number = _later(self._number)
         told = make(self._number)
-        fields = {name: getattr(told, name) for name in Told.__dataclass_fields__}
+        fields = {name: getattr(told, name) for name in AgentReport.__dataclass_fields__}
         packed = zlib.compress(json.dumps(fields, default=str).encode(), 1)
         self._values.set(_name(self._node), packed)
 
-    def read(self, nodes: Iterable[int]) -> dict[int, Told]:
+    def read(self, nodes: Iterable[int]) -> dict[int, AgentReport]:
         """The latest value of each of these agents that has written one."""
         for node in nodes:
             found = self._values.get(_name(node))
@@ -96,11 +96,11 @@ def _later(number: int) -> int:
     return max(number + 1, time.time_ns())
 
 
-def _opened(found: bytes) -> Told | None:
+def _opened(found: bytes) -> AgentReport | None:
     """The content of a value; None if no agent has written it."""
     try:
         fields = json.loads(zlib.decompressobj().decompress(found, _LARGEST))
-        return Told(
+        return AgentReport(
             int(fields["number"]),
             tuple(fields["workers"]),
             dict(fields["questions"]),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tensorwire.watching import jobs
-from tensorwire.watching.exchange import Exchange, KeyValues, Told
+from tensorwire.watching.exchange import AgentReport, Exchange, KeyValues
 from tensorwire.watching.hub import Hub, NoAnswerError, Question
 from tensorwire.watching.machine import look_at
 from tensorwire.watching.standstill import Finding, Standstill
@@ -98,7 +98,7 @@ class JobWatch:
         self._looking = threading.Lock()
         self._views: dict[str, WorkerView] = {}
         self._heard: dict[str, float] = {}
-        self._others: dict[int, Told] = {}
+        self._others: dict[int, AgentReport] = {}
         self._others_at: dict[int, float] = {}
         self._viewed = self._called = -_SECONDS_A_VIEWER_COUNTS
         self._told: tuple[object, ...] = ({}, {}, ())
@@ -342,7 +342,7 @@ class JobWatch:
         if not (wanted or self._questions or news != self._told):
             return
         self._hear_others()
-        self._exchange.write(lambda number: Told(number, workers, *news))
+        self._exchange.write(lambda number: AgentReport(number, workers, *news))
         self._told = news
 
     def _wait_for_others(self) -> None:
@@ -374,7 +374,7 @@ class JobWatch:
                 if question["ask"] == "restart" and is_known:
                     del self._questions[number]
 
-    def _take_questions(self, node: int, told: Told) -> None:
+    def _take_questions(self, node: int, told: AgentReport) -> None:
         """Answers what another agent asks, aside; forgets what it has been told."""
         mine = {f"{node}:{n}": q for n, q in told.questions.items() if q.get("node") == self._node}
         with self._lock:

@@ -23,8 +23,8 @@ from tensorwire.parameter_server.client.exchange import (
     Exchanging,
     Gradients,
     Pulled,
+    PullRequest,
     Step,
-    Wanted,
 )
 from tensorwire.parameter_server.client.files import Files
 from tensorwire.parameter_server.client.finding import (
@@ -298,7 +298,7 @@ class Cluster:
         self.exchange(Gradients(tables), None).wait()
 
     def exchange(
-        self, push: Gradients | None, pull: Wanted | None, skip: bool = False
+        self, push: Gradients | None, pull: PullRequest | None, skip: bool = False
     ) -> Exchanging:
         """Pushes a step and pulls for the next, in one message to each server.
 

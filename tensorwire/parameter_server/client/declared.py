@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.dense import DenseGroup
-from tensorwire.parameter_server.client.exchange import Gradients, Wanted
+from tensorwire.parameter_server.client.exchange import Gradients, PullRequest
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions import orders
@@ -107,7 +107,7 @@ class Declared:
         """Frees the name of a dense group; nothing happens if there is none."""
         self._parameters.pop(name, None)
 
-    def require(self, what: Gradients | Wanted | None) -> None:
+    def require(self, what: Gradients | PullRequest | None) -> None:
         """Refuses what is to be pushed or pulled of tables or dense groups that are not declared.
 
         Raises:

@@ -36,7 +36,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PullRequest:
     """The rows and dense groups to pull.
 
     Args:
@@ -94,8 +94,8 @@ Share = tuple[int, int, "Server | None"]
 
 
 @dataclass
-class Whole:
-    """A push before it is split."""
+class StepPush:
+    """The push of one step, before it is split among shards."""
 
     kind: PushKind
     tables: Sequence[RowGradients] = ()

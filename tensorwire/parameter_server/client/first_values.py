@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tensorwire.parameter_server.client.dense import DenseGroup
-from tensorwire.parameter_server.client.exchange import Wanted
+from tensorwire.parameter_server.client.exchange import PullRequest
 from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.views import Server
 from tensorwire.parameter_server.messaging.calling import verdict_on
@@ -25,7 +25,7 @@ def begin(group: DenseGroup) -> None:
     news, asked = cluster.session.news, set()
     while True:
         seen = news.count
-        values = cluster.exchange(None, Wanted(dense=(group.name,))).wait().dense[group.name]
+        values = cluster.exchange(None, PullRequest(dense=(group.name,))).wait().dense[group.name]
         if values is not None:
             group.accept(values)
             return

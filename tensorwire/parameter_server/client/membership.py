@@ -8,7 +8,7 @@ from typing import Final
 
 from rpc import extend
 from tensorwire.parameter_server import errors
-from tensorwire.parameter_server.client.exchange import Whole
+from tensorwire.parameter_server.client.exchange import StepPush
 from tensorwire.parameter_server.client.servers import LONGEST_PAUSE, PAUSE
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.decisions import orders
@@ -65,7 +65,7 @@ class Membership:
         if trainer.number < 0:
             return
         session.begin_to_finish()
-        number, _ = session.send(Whole(PushKind.FINISH))
+        number, _ = session.send(StepPush(PushKind.FINISH))
         self._await_last_push(number)
         refused = session.take_refusals()
         generation = session.view.generation

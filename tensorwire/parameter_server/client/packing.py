@@ -12,7 +12,7 @@ from torch import Tensor
 import rpc
 from rpc import extend
 from tensorwire.parameter_server.client import splitting
-from tensorwire.parameter_server.client.exchange import PendingPull, Whole
+from tensorwire.parameter_server.client.exchange import PendingPull, StepPush
 from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.messaging import messages
@@ -75,7 +75,7 @@ class Packer:
         self._last_pull[rows.tables] = (parted, -1)
         return parted, -1
 
-    def gather(self, whole: Whole, view: View) -> bool:
+    def gather(self, whole: StepPush, view: View) -> bool:
         """Copies the dense gradients of a push to where they are sent from, before it is sent.
 
         Returns:
@@ -90,7 +90,7 @@ class Packer:
             finite &= all(is_finite for _, is_finite in pushes.values())
         return finite
 
-    def load(self, whole: Whole, view: View, shard: int, head: Server) -> messages.Load | None:
+    def load(self, whole: StepPush, view: View, shard: int, head: Server) -> messages.Load | None:
         """A shard's part of a push; None if it is an empty one."""
         if whole.kind is not PushKind.UPDATE or shard in whole.refused_by:
             return None
@@ -105,7 +105,7 @@ class Packer:
         return messages.Load(tuple(tables), dense)
 
     def _dense(
-        self, whole: Whole, view: View, shard: int, head: Server | None
+        self, whole: StepPush, view: View, shard: int, head: Server | None
     ) -> dict[str, tuple[messages.DensePush, bool]]:
         """A shard's share of each dense group, and whether it is finite."""
         buffers = partial(self._buffer, head)

@@ -20,7 +20,7 @@ import rpc
 from rpc import extend
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client import answers, splitting
-from tensorwire.parameter_server.client.exchange import Answer, KnownRows, PendingPull, Whole
+from tensorwire.parameter_server.client.exchange import Answer, KnownRows, PendingPull, StepPush
 from tensorwire.parameter_server.client.news import News
 from tensorwire.parameter_server.client.packing import Packer
 from tensorwire.parameter_server.client.patience import Patience
@@ -162,7 +162,7 @@ class Session:
 
     def send(
         self,
-        whole: Whole | None,
+        whole: StepPush | None,
         wanted: Sequence[TableIds] = (),
         dense: tuple[str, ...] = (),
         known: Sequence[KnownRows] = (),
@@ -183,7 +183,7 @@ class Session:
         self._await(lambda: len(self._kept) < _UNDER_WAY or whole is None, None)
         full = self._no_room(whole)
         if full is not None:  # an empty push takes its place, so that nobody waits for it
-            whole = Whole(PushKind.SKIP)
+            whole = StepPush(PushKind.SKIP)
         with self._naming_all_lost(), self._acting():
             self._raise_failure()
             number, parts = -1, {}
@@ -200,7 +200,7 @@ class Session:
                 self._post(shard, number, whole, asked)
         return number, asked
 
-    def _no_room(self, whole: Whole | None) -> Exception | None:
+    def _no_room(self, whole: StepPush | None) -> Exception | None:
         """The reason for which servers would take a push in part; None if they take all of it."""
         if whole is None or whole.kind is not PushKind.UPDATE:
             return None
@@ -278,7 +278,7 @@ class Session:
     def keep(self, number: int) -> None:
         """The gradients of a push may change from now on: copies what is not safe yet."""
         with self._acting():
-            whole: Whole | None = self._kept.whole(number)
+            whole: StepPush | None = self._kept.whole(number)
             for each in whole.dense.values() if whole is not None else ():
                 each.keep()
 
@@ -320,7 +320,7 @@ class Session:
     # --- messages
 
     def _post(
-        self, shard: int, number: int, whole: Whole | None, asked: PendingPull | None
+        self, shard: int, number: int, whole: StepPush | None, asked: PendingPull | None
     ) -> None:
         """Sends a push, a pull or both to a shard, soon."""
         found = self.view.shard(shard)

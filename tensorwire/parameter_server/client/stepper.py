@@ -22,7 +22,7 @@ from tensorwire.parameter_server.client.exchange import (
     PendingPull,
     Step,
     StepGradient,
-    Whole,
+    StepPush,
 )
 from tensorwire.parameter_server.client.membership import Membership
 from tensorwire.parameter_server.client.session import Session
@@ -112,7 +112,7 @@ class Stepper:
         self._session.servers.require_own_process()
         if push is not None or skip:
             self._membership.join()
-        gone: Whole | None = None
+        gone: StepPush | None = None
         with self._account.timed("sending"):
             if push is not None or skip:
                 gone = self._whole(push)
@@ -148,23 +148,23 @@ class Stepper:
         with self._account.timed("waiting"):
             return self._account.counted(asked, self._session.wait_for(asked, None))
 
-    def _whole(self, push: Step | None) -> Whole:
+    def _whole(self, push: Step | None) -> StepPush:
         if push is None:
-            return Whole(PushKind.SKIP)
+            return StepPush(PushKind.SKIP)
         dense = {}
         for name, grads in push.dense.items():
             group = self._declared.dense[name]
             flat = [None if g is None else to_host(g.detach()).reshape(-1) for g in grads]
             dense[name] = WholeDense(group.spec, flat, group.hyper())
         tables: list[RowGradients] = []
-        whole = Whole(PushKind.UPDATE, tables, dense)
+        whole = StepPush(PushKind.UPDATE, tables, dense)
         is_good = all(is_finite(each.grad) for each in push.rows)
         if not (self._session.packer.gather(whole, self._session.view) and is_good):
             if self.nans is NanPolicy.RAISE:
                 raise errors.GradientError(f"the gradient of {_not_finite(push)} is not finite")
             self.bad_steps += 1
             if self.nans is NanPolicy.SKIP:
-                return Whole(PushKind.SKIP)
+                return StepPush(PushKind.SKIP)
         for each in push.rows:
             own = [self._declared.tables[name] for name in each.ids.tables]
             hyper = tuple([table.hyper for table in own])

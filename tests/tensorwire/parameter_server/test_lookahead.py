@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rpc.testing import MemoryHub, local_group
 from tensorwire import parameter_server as ps
-from tensorwire.parameter_server.client.exchange import Wanted
+from tensorwire.parameter_server.client.exchange import PullRequest
 from tensorwire.parameter_server.client.stepper import Stepper
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.messaging import messages
@@ -252,7 +252,7 @@ def test_a_loop_that_goes_on_after_a_roll_back_is_told_once_and_has_the_rows_as_
                 hub.cut(1)
             unique, places = batch["words"].unique(return_inverse=True)
             try:
-                now = cluster.exchange(None, Wanted({words: unique})).wait().tables[words]
+                now = cluster.exchange(None, PullRequest({words: unique})).wait().tables[words]
                 found = model.words(batch["words"])
                 optimizer.zero_grad()
                 model(batch).backward()

@@ -18,7 +18,7 @@ from rpc.testing import MemoryHub, local_group
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server import kernels
 from tensorwire.parameter_server.client import splitting
-from tensorwire.parameter_server.client.exchange import Gradients, Wanted
+from tensorwire.parameter_server.client.exchange import Gradients, PullRequest
 from tensorwire.parameter_server.client.splitting import WholeDense
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.declarations.spec import TableSpec
@@ -484,7 +484,7 @@ def test_who_is_told_that_all_is_lost_can_leave_though_a_server_never_answers() 
         items = cluster.table("items", 8, ps.SGD(lr=0.1))
         ids = torch.arange(IDS)
         push = Gradients({"items": items.gradient_of(ids, torch.ones(IDS, 8))})
-        exchanging = cluster.exchange(push, Wanted({"items": ids}))
+        exchanging = cluster.exchange(push, PullRequest({"items": ids}))
         sent.set()
         with pytest.raises(ps.ServerLostError, match=r"no snapshot to go back to"):
             exchanging.wait()
@@ -514,17 +514,17 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
         with pytest.raises(TypeError, match=r"torch.float64, not torch.float32"):
             table.push(torch.arange(3), torch.ones(3, 8, dtype=torch.float64))
         with pytest.raises(ps.ParameterServerError, match=r"no table 'other' here"):
-            cluster.exchange(None, Wanted({"other": torch.arange(3)}))
+            cluster.exchange(None, PullRequest({"other": torch.arange(3)}))
         with pytest.raises(ps.ParameterServerError, match=r"no table 'other' here"):
             cluster.exchange(Gradients({"other": (torch.arange(3), torch.ones(3, 8))}), None)
         with pytest.raises(ps.ParameterServerError, match=r"no dense group 'top' here"):
-            cluster.exchange(None, Wanted(dense=("top",)))
+            cluster.exchange(None, PullRequest(dense=("top",)))
         with pytest.raises(ps.GradientError, match=r"table 'items' is not finite"):
             table.push(torch.arange(3), torch.full((3, 8), float("nan")))
         with pytest.raises(ValueError, match=r"\(1, 5\), not \(1, 8\)"):
             cluster.exchange(Gradients({"items": (torch.zeros(1).long(), torch.ones(1, 5))}), None)
         with pytest.raises(TypeError, match=r"torch.float32, not torch.int64"):
-            cluster.exchange(None, Wanted({"items": torch.ones(3)}))
+            cluster.exchange(None, PullRequest({"items": torch.ones(3)}))
         with pytest.raises(ValueError, match=r"sparse_coo, not dense"):
             table.push(torch.arange(3), torch.ones(3, 8).to_sparse())
         with pytest.raises(TypeError, match=r"from tables .* not dict from str"):

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tensorwire.watching import jobs, terminal
 from tensorwire.watching import watch as watching
-from tensorwire.watching.exchange import Exchange, Told
+from tensorwire.watching.exchange import AgentReport, Exchange
 from tensorwire.watching.hub import Hub, NoAnswerError, Viewer
 from tensorwire.watching.jobs import JobNotFoundError, RunningJob, find_job
 from tensorwire.watching.views import JobView, NodeView, ProcessView, WorkerView
@@ -188,10 +188,10 @@ def test_a_folder_that_others_may_enter_is_refused(home: Path) -> None:
 def test_garbage_and_earlier_values_are_passed_over() -> None:
     values = Values()
     mine, other = (Exchange(values, node) for node in (0, 1))
-    other.write(lambda number: Told(number, alarms=("first",)))
+    other.write(lambda number: AgentReport(number, alarms=("first",)))
     early = values.kept["watch/1"]
     assert mine.read([1])[1].alarms == ("first",)
-    other.write(lambda number: Told(number, alarms=("second",)))
+    other.write(lambda number: AgentReport(number, alarms=("second",)))
     assert mine.read([1])[1].alarms == ("second",)
     for value in (early, b"", b"\xff" * 100, zlib.compress(b"[" * 100_000), zlib.compress(b"{}")):
         values.kept["watch/1"] = value
