@@ -1,8 +1,12 @@
 """The game finds mistakes in the decisions: each of these mutants breaks a rule within some seeds.
 
 What a mutant needs is not in every game: some have games of their own, in which little else goes
-wrong. A log that does not refuse the records of a replaced head survives, as servers that know a
-later chain turn these away before they reach it (``decisions/test_replication`` tests the log).
+wrong. Four of the log's survive all that were tried, with heads that sleep and views, losses and
+records that are late: one that does not refuse the records of a replaced head, that keeps what came
+too early in an earlier chain, that counts acknowledgements of one, or that learns of a later chain
+from its views only. Chains change at their heads by loss and at their tails by copies, so whoever
+follows a server has a beginning of what that one has; the one who takes a head's place has voted,
+and refuses what the lost one sends. ``decisions/test_replication`` tests the log by itself.
 """
 
 from __future__ import annotations

@@ -407,6 +407,9 @@ class TrainerProcess(Process):
         return self.phase == "finish" and bool(known) and isinstance(answer, Refused)
 
     def split_again(self, number: int, epoch: int, generation: int) -> None:
+        """Splits by a later map what was refused; of copies that are refused one counts."""
+        if self.kept.refused(number, epoch) is None:
+            return
         self.look()
         if generation != self.generation or self.phase == "done":
             return
