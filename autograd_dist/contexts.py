@@ -1,7 +1,7 @@
 """The autograd contexts that exist on a worker, and what each has recorded there.
 
 A context is created by one worker and comes into being on others when a call
-carries its id there. Who sends what, and how backward runs, is not decided here.
+carries its id there. Other modules decide who sends what, and how backward runs.
 """
 
 from __future__ import annotations

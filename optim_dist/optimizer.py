@@ -1,7 +1,7 @@
 """``DistributedOptimizer``: one local optimizer per owner of parameters, stepped together.
 
-Decides who makes and steps what, and checks the arguments. What a step does at
-an owner is in ``local_optimizer``.
+Decides who makes and steps what, and checks the arguments. ``local_optimizer`` has the part of a
+step that runs at an owner.
 """
 
 from __future__ import annotations

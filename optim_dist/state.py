@@ -1,8 +1,8 @@
 """The state of a distributed optimizer: fetched from its owners, given to them, changed there.
 
 Parameters are named by their positions among those that the optimizer was made for. So a
-state may be loaded by an optimizer of the same parameters on other owners. What runs at the
-owners is at the end.
+state may be loaded by an optimizer of the same parameters on other owners. The functions that run
+at the owners are at the end.
 """
 
 from __future__ import annotations

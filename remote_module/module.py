@@ -431,7 +431,7 @@ class RemoteModule(_RemoteModule):
         remote_device: ``"worker/device"``, ``"worker"``, ``"rank:N/device"`` or
             ``"rank:N"``; without a device, the CPU.
         module_cls: the module's class, or a function that makes it; runs remotely.
-            What it raises, every use of the handle raises.
+            An error that it raises is raised by every use of the handle.
         args: its positional arguments.
         kwargs: its keyword arguments.
         seed: of the random numbers that ``module_cls`` draws there, such as initial weights, which

@@ -101,8 +101,8 @@ class WorkerLostError(RpcError):
     def has_ended(self) -> bool:
         """True if its process has certainly ended, as nobody listens at its address.
 
-        Otherwise it may have ended, too, or is stopped or cut off. Whoever noticed that told the
-        others in the reason.
+        Otherwise it may have ended, too, or is stopped or cut off. The worker that noticed says so
+        in the reason.
         """
         return NOBODY_LISTENS in self.reason.partition(ANOTHER_ANSWERS)[0]
 

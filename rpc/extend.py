@@ -221,7 +221,7 @@ def subscribe(channel: str, handler: Handler) -> Callable[[], None]:
         channel: its name, at most 255 bytes; begin it with the name of your package.
         handler: called with the sender's :class:`Life`, the body and a list of the
             tensors, for each message and several at a time. It runs as handlers of calls
-            do and may block; the tensors are its own. What it raises is logged here.
+            do and may block; the tensors are its own. Errors that it raises are logged here.
 
     Returns:
         A function that ends this. Messages on a channel that nobody takes are dropped, and

@@ -407,7 +407,7 @@ def trace(
 ) -> Iterator[Trace]:
     """Records the calls made inside the ``with`` block, on all workers they reach.
 
-    What is made inside the block and on its thread is traced: calls, the calls
+    Traces all calls made inside the block and on its thread: calls, the calls
     that their handlers make, and so on. The result is one Chrome trace, for
     chrome://tracing or https://ui.perfetto.dev: a process per worker, arrows from
     calls to handlers, all on the clock of this worker.

@@ -275,7 +275,7 @@ class Future(_TorchFuture[T]):
         """Returns a future of what ``callback(self)`` returns once this one is done.
 
         The callback runs in the context (distributed autograd, deadline) of this
-        call to ``then``. What it raises fails the returned future, as an error of
+        call to ``then``. An error that it raises fails the returned future, as an error of
         its own type that is also a ``RuntimeError``; what is no ``Exception``, such as
         ``SystemExit``, as a ``RemoteError`` that names it.
         """

@@ -46,7 +46,7 @@ def connect(
 ) -> list[Agent]:
     """Starts one agent per name, all connected to each other.
 
-    Whoever calls this ends each with ``agent.shutdown(graceful=False)``. For the arguments,
+    The caller ends each with ``agent.shutdown(graceful=False)``. For the arguments,
     and for a group that ends by itself, see :func:`local_group`.
 
     Raises:

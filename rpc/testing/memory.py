@@ -2,7 +2,7 @@
 
 A :class:`MemoryHub` is the network; each worker has a :class:`MemoryTransport`
 on it. One thread per worker delivers its frames in the order in which they
-become due. What travels is copied on sending, so that sharing memory by
+become due. Values are copied on sending, so that sharing memory by
 accident cannot hide a bug. With a script (:class:`NetworkScript`) and a virtual
 clock, frames are delayed, dropped or reordered and workers cut off,
 deterministically.

@@ -74,7 +74,7 @@ def export_dcp(source: str | Path | Checkpoint, folder: str | Path) -> None:
 def import_dcp(folder: str | Path, path: str | Path) -> Checkpoint:
     """Makes a checkpoint of one of ``torch.distributed.checkpoint``.
 
-    What comes before the first dot of a tensor's name is the name of its object: of a state
+    The part of a tensor's name before its first dot names its object: of a state
     ``{"model": {...}}``, :func:`~tensorwire.checkpoint.load` finds ``"model"``. Only tensors
     are taken; what is no tensor is a pickle there.
 

@@ -405,7 +405,8 @@ def _part_in(folder: Path, name: str) -> PartManifest:
 def complete(folder: str | Path) -> list[Checkpoint]:
     """The complete checkpoints in a folder, the oldest first, of which all bytes were checked.
 
-    What is damaged, half written or something else is left out; a line in the log says which.
+    Damaged and half-written files, and files of other kinds, are left out; a line in the log says
+    which.
 
     Raises:
         CheckpointError: safetensors is not installed, or the folder cannot be read.

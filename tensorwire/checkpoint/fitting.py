@@ -1,6 +1,6 @@
 """Compares what was saved with what is to take it over, before anything is loaded.
 
-What is the same is loaded bit for bit. A conversion changes values or drops state; it is made only
+Equal parts are loaded bit for bit. A conversion changes values or drops state; it is made only
 if the user wants that (``strict=False``), and is said in the log. Anything else is an error.
 """
 

@@ -1,9 +1,9 @@
 """Follows a chain of versions: the newest is made ready beside the one that is read.
 
 A :class:`Follower` asks a :class:`Source` again and again for the way to the newest version, has
-each version on it applied, and then lets readers have the result, all at once. What a reader
-got stays as it is. If a version is missing, damaged or of another chain, readers keep what they
-have, the log says why, and the follower goes on as soon as there is a way again. A
+each version on it applied, and then lets readers have the result, all at once. A version that a
+reader got stays as it is. If a version is missing, damaged or of another chain, readers keep what
+they have, the log says why, and the follower goes on as soon as there is a way again. A
 :class:`Followed` is the part of it that users hold.
 """
 
@@ -154,7 +154,7 @@ class Follower(Generic[T]):
         return self._held is not None
 
     def look(self) -> None:
-        """Looks for newer versions, and takes them over. What goes wrong is kept and logged."""
+        """Looks for newer versions, and takes them over. Errors are kept and logged."""
         try:
             self._follow_on()
             error: Exception | None = None

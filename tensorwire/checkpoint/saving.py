@@ -72,7 +72,7 @@ def save_in_background(
 ) -> Saving:
     """As :func:`save`, but returns as soon as everything is copied in the owners' memory.
 
-    What is saved is the state as it is now; training can go on. Each owner needs memory for a
+    Saves the state as it is now; training can go on meanwhile. Each owner needs memory for a
     copy of its own share until that is on disk.
 
     Args:

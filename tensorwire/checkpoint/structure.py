@@ -1,6 +1,6 @@
 """Takes values apart into plain JSON data and named tensors, and puts them together again.
 
-What JSON cannot say is written as an object with one key that begins with ``$``, such as
+Values that JSON cannot express are written as an object with one key that begins with ``$``, like
 ``{"$tensor": "model/weight"}``. Only plain data is taken: nothing here runs code when it is
 read, which is what makes a checkpoint safe to load.
 """

@@ -5,7 +5,7 @@ worker; when that agent dies, another may take the seat over. Each start of a se
 is a *life* of it.
 
 All agents share one plan. It lies in the store of the rendezvous as JSON, and only whole
-plans take each other's place (``plan_store.py``). What happens to it is decided in ``seats.py``.
+plans take each other's place (``plan_store.py``). ``seats.py`` decides what happens to it.
 
 No plan says what a worker runs: that each agent knows from its own command line. A plan holds
 digests of it, so that agents which were told differently refuse to work together.

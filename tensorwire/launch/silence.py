@@ -1,6 +1,6 @@
 """Decides which nodes give no sign of life any more. No I/O, and no clock but one's own.
 
-Nodes count their signs of life. What counts is when *this* node saw another's count change, so
+Nodes count their signs of life. A node is timed from when *this* node saw its count change, so
 clocks need not agree, and a node that slept itself gives the others that time.
 """
 

@@ -40,8 +40,8 @@ class UnreachableError(ParameterServerError, TimeoutError):
 class RolledBack(ParameterServerError):
     """All servers and trainers are back at the last snapshot.
 
-    The cluster can be used at once. Whoever wants the same result as without the failure goes
-    back to the data that followed the snapshot.
+    The cluster can be used at once. For the same result as without the failure, go back to the data
+    that followed the snapshot.
 
     Attributes:
         step: pushes of this trainer that are in the state now.

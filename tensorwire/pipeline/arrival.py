@@ -10,7 +10,7 @@ from tensorwire.pipeline.trees import map_tensors
 
 
 class _Arrived(torch.autograd.Function):
-    """The identity. What comes out is no leaf of the graph, so torch allows it to be changed.
+    """The identity. The result is no leaf of the graph, so torch allows it to be changed.
 
     It is no copy, and counts its changes together with what came in. So torch notices if a
     backward pass needs what was changed, also that of another stage of the same worker.

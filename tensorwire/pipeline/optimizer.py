@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class PipelineOptimizer(torch.optim.Optimizer):
     """Made by ``Pipeline.optimizer``; a ``torch.optim.Optimizer`` for all that drives one.
 
-    ``param_groups`` holds the hyperparameters. Whoever changes them, such as a scheduler of
-    ``torch.optim.lr_scheduler``, changes them everywhere, from the next step on. The parameters
-    are not here, but on the stages' workers.
+    ``param_groups`` holds the hyperparameters. A change to them, such as by a scheduler of
+    ``torch.optim.lr_scheduler``, holds everywhere from the next step on. The parameters are not
+    here, but on the stages' workers.
 
     Raises:
         ValueError: no parameter of the pipeline requires a gradient.

@@ -1,6 +1,6 @@
 """Finds and replaces the tensors inside tuples, lists and dicts, nested as may be.
 
-What is none of these and no tensor stays as it is. Subclasses keep their class.
+Any other value that is no tensor stays as it is. Subclasses keep their class.
 """
 
 from __future__ import annotations

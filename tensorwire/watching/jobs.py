@@ -1,7 +1,7 @@
 """The folder in which this user's running jobs can be found, and their sockets.
 
 The folder is this user's alone, mode 0700; a folder that is somebody else's, or that others may
-enter, is refused. What a killed agent left there is passed over and deleted.
+enter, is refused. Files that a killed agent left there are passed over and deleted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decides which workers of a job stand still, and why. Sans-IO: views in, findings out.
 
 A worker's *budget* is what its own past allows: ten times the longest pause between two steps that
-it has made, as it measured that itself, and at least the job's stall timeout. Who made no step yet
-has none, so a slow first step raises nothing. Three things are known to take long and end a
-suspicion: a phase that the program or a library has named (``rpc.slow_phase``, a snapshot, a
+it has made, as it measured that itself, and at least the job's stall timeout. A worker without a
+first step has none, so a slow first step raises nothing. Three things are known to take long and
+end a suspicion: a phase that the program or a library has named (``rpc.slow_phase``, a snapshot, a
 resize), code that is being compiled, and a process that computes: it took much processor time
 lately outside of waits.
 

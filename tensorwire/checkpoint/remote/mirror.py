@@ -1,7 +1,7 @@
 """A source for followers: fetches versions of a chain elsewhere into a folder of this machine.
 
-A file that came in part is fetched on from there, also after a restart if the folder is kept. What
-has come is checked before it is given to a follower.
+A file that came in part is fetched on from there, also after a restart if the folder is kept. Files
+are checked before a follower gets them.
 """
 
 from __future__ import annotations

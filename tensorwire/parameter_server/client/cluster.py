@@ -515,8 +515,8 @@ class Cluster:
 
         The first version is a base, which has all rows, and is due at once. Deltas follow, with the
         rows that have changed, the ids of those that were evicted, and dense parameters. Versions
-        are of one point in everybody's pushes each, and their numbers only rise. What cannot be
-        written, as where a disk is full, is in the next version.
+        are of one point in everybody's pushes each, and their numbers only rise. Changes that
+        cannot be written, as where a disk is full, are in the next version.
 
         Args:
             folder: of the versions; all servers must see it under this path.

@@ -19,7 +19,7 @@ here, as what is done there (a snapshot, the next move) needs them.
 
 Under BSP a step is on all shards or on none, even if a trainer dies while it pushes: a shard that
 has all pushes of its next step tells the others (``Ready``), and takes the step once all have told
-it the same. What a lost trainer has pushed to some shards only was applied by none. So it is with
+it the same. A push of a lost trainer that only some shards got was applied by none. So it is with
 each push under SSP and async as soon as samples are counted: an account of what was trained would
 not be the same on all shards otherwise, and no cut could say what it is.
 """

@@ -1,8 +1,8 @@
 """Decides how a version of the state is taken and becomes published, among other changes.
 
 A trainer publishes: it names a draft, has the shards write what they have at a cut into it, commits
-the version, and then says so. Only then do shards forget what they had to write. Whoever is lost in
-between, the next version holds it once more. Sans-IO.
+the version, and then says so. Only then do shards forget what they had to write. If anybody is lost
+in between, the next version holds it once more. Sans-IO.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decides what one server does for one shard: as head, or as a backup.
 
 Puts together the clock, the pulls that wait and the log. Everything that changes the state is a
-record of the log and is run on it in order, at the head and at the backups (``records``). What
-tells of a change waits until that change is safe at the whole chain (``gate``).
+record of the log and is run on it in order, at the head and at the backups (``records``). Messages
+that tell of a change wait until that change is safe at the whole chain (``gate``).
 """
 
 from __future__ import annotations

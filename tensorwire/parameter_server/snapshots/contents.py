@@ -3,7 +3,7 @@
 Each shard wrote one part. Rows lie in pieces of some tens of megabytes, each a few tensors named
 ``table/NAME/PIECE/COLUMN``; elements of dense groups as ``dense/NAME/PIECE/value``. The part's
 metadata describes each table and group (``saved``), says how many pieces there are, and which
-slots were whose. Whatever is wrong is a ``CheckpointError``.
+slots were whose. Any fault raises a ``CheckpointError``.
 """
 
 from __future__ import annotations

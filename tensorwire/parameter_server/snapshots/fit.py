@@ -1,6 +1,6 @@
 """Compares what was saved with what is declared: the same, to be converted, or something else.
 
-What is the same is loaded bit for bit. A conversion changes values, drops some or makes some up;
+Equal parts are loaded bit for bit. A conversion changes values, drops some or makes some up;
 it is made only if the user wants that (``strict=False``), and is said in the log.
 """
 
