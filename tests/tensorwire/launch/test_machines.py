@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -308,6 +309,35 @@ def test_a_pipeline_goes_on_without_a_machine_and_its_stage_goes_home_when_it_is
     end(work, first, second)
     assert float((work.folder / "difference").read_text()) < 1e-4
     assert is_calm(first), first.said
+
+
+@pytest.mark.kills(40, usual=0)
+def test_every_sample_counts_once_though_a_machine_with_a_server_and_a_trainer_dies(
+    work: Job, hosts: Sequence[Machine], kill_seed: int
+) -> None:
+    """Its agent, server and trainer die at once; in half of the cases the machine comes back."""
+    one, two = hosts
+    draw, kind = random.Random(kill_seed), [ASYNC, BSP][kill_seed % 2]
+
+    def begin(machine: Machine) -> Agent:
+        roles = ("--role", "ps:1,service,max_restarts=3", "--role", "trainer:1,max_restarts=3")
+        program = (str(PROGRAMS / "samples.py"), str(work.folder), kind)
+        return work.start(*flags(work, "one", "1:2"), *FORKED, *roles, *program, machine=machine)
+
+    agents = [begin(one)]
+    begin(two)
+    for number in range(2):
+        works_on(work, f"trainer:{number}")
+    time.sleep(draw.uniform(0, 1))  # the moment is to be any
+    two.power_off()
+    says(agents[0], STRUCK_OUT)
+    two.mend()
+    if draw.random() < 0.5:
+        agents.append(begin(two))
+    assert [agent.wait() for agent in agents] == [0] * len(agents)
+    for path in work.folder.glob("*.counts"):
+        assert set(json.loads(path.read_text())) == {2.0}
+    assert (work.folder / "trainer:0.counts").exists()
 
 
 def test_a_cut_that_is_shorter_than_the_patience_is_a_pause(
