@@ -330,14 +330,14 @@ def test_every_sample_counts_once_though_a_machine_with_a_server_and_a_trainer_d
         works_on(work, f"trainer:{number}")
     time.sleep(draw.uniform(0, 1))  # the moment is to be any
     two.power_off()
-    says(agents[0], STRUCK_OUT)
+    says(agents[0], "gives no sign of life; it is struck out")  # either may have come first
     two.mend()
     if draw.random() < 0.5:
         agents.append(begin(two))
     assert [agent.wait() for agent in agents] == [0] * len(agents)
-    for path in work.folder.glob("*.counts"):
-        assert set(json.loads(path.read_text())) == {2.0}
-    assert (work.folder / "trainer:0.counts").exists()
+    counts = [json.loads(path.read_text()) for path in work.folder.glob("*.counts")]
+    assert counts
+    assert all(set(each) == {2.0} for each in counts)
 
 
 def test_a_cut_that_is_shorter_than_the_patience_is_a_pause(
