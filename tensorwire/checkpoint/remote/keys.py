@@ -18,8 +18,7 @@ def reader_key(group_key: bytes) -> bytes:
     """Derives the key with which others may read versions from the key of the group.
 
     It is HKDF-SHA256 (RFC 5869) of the group's key. The group's key cannot be computed from it, so
-    who has only this can neither join
-    the group nor use its store.
+    who has only this can neither join the group nor use its store.
 
     Args:
         group_key: the group's.

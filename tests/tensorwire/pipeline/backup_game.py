@@ -39,6 +39,7 @@ from tensorwire.pipeline.backups.places import (
 )
 from tensorwire.pipeline.backups.shelf import Epoch, Shelf
 from tests.seeded_games import breaks, simplest
+from tests.tensorwire.pipeline.backup_game_states import State, change, program, reference
 
 Task = Generator[Any, Any, Any]
 
@@ -53,56 +54,6 @@ class _Answer:
     LOST = "lost"
     FENCED = "fenced"
     ABORTED = "aborted"
-
-
-@dataclass(frozen=True)
-class State:
-    """A stage: how many optimizer steps it made, and what came of them."""
-
-    steps: int
-    weights: int
-    gradient: int = 0
-
-    def trained(self, seat: Seat, batch: int, weights: tuple[int, ...]) -> State:
-        mixed = hash((self.gradient, seat.stage, seat.replica, batch, weights))
-        return State(self.steps, self.weights, mixed)
-
-    def stepped(self) -> State:
-        return State(self.steps + 1, hash((self.weights, self.gradient)), self.gradient)
-
-    def clipped(self) -> State:
-        return State(self.steps, self.weights, hash((self.gradient, 3)))
-
-    def cleared(self) -> State:
-        return State(self.steps, self.weights)
-
-
-def program(seed: int, batch: int) -> list[Kind | str]:
-    """One pass of the loop's body over a batch, the same in every life of the driver."""
-    dice = random.Random(seed * 1000 + batch)
-    body: list[Kind | str] = ["train"] * dice.choice([1, 1, 1, 2, 3])
-    if dice.random() < 0.3:
-        body.append("clip")
-    return [*body, "step", *(["clear"] if dice.random() < 0.9 else [])]
-
-
-def reference(seed: int, seats: list[Seat], batches: int) -> tuple[list[int], dict[Seat, State]]:
-    """The losses and the final stages of an undisturbed run."""
-    states = {seat: State(0, seat.stage) for seat in seats}
-    losses = []
-    for batch in range(batches):
-        for each in program(seed, batch):
-            if each == "train":
-                weights = tuple(states[seat].weights for seat in seats)
-                losses.append(hash((batch, weights)))
-                states = {s: states[s].trained(s, batch, weights) for s in seats}
-            else:
-                states = {seat: _change(str(each), state) for seat, state in states.items()}
-    return losses, states
-
-
-def _change(work: str, state: State) -> State:
-    return {"step": State.stepped, "clip": State.clipped, "clear": State.cleared}[work](state)
 
 
 def _at_once() -> bool:
@@ -402,7 +353,7 @@ class Game:
             }
             loss = hash((operation.work, weights))
         elif operation.work is not None:
-            part.states = {s: _change(operation.work, x) for s, x in part.states.items()}
+            part.states = {s: change(operation.work, x) for s, x in part.states.items()}
         answers = yield waiting
         if any(each != "kept" for each in answers):
             return _Answer.ABORTED
