@@ -230,13 +230,13 @@ def _awaited(
             return answer.result(max(min(log.next_at(), end) - time.monotonic(), 0.0))
         except StillWaiting:
             pass
-        if (now := time.monotonic()) >= end:
-            raise errors.UnreachableError(
-                f"server {coordinator.name!r}, which coordinates, has not done within "
-                f"{end - log.began:g} s what this worker waits for: {waits_for}"
-            )
-        if log.is_due(now):
+        if log.is_due(now := time.monotonic()):
             _logger.warning(
                 "%s has waited %.0f s for %s; server %r coordinates",
                 type(what).__name__.lower(), now - log.began, waits_for, coordinator.name,
             )  # fmt: skip
+        if now >= end:
+            raise errors.UnreachableError(
+                f"server {coordinator.name!r}, which coordinates, has not done within "
+                f"{end - log.began:g} s what this worker waits for: {waits_for}"
+            )
