@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.parameter_server.client.assignment import Assignment
@@ -64,19 +63,14 @@ class TrackedFiles(Tracked):
     def _fill(self) -> bool:
         """See :class:`Tracked`."""
         while not self._files:
-            numbers, self._unread = self._unread or self._next_numbers(), []
+            numbers = self._unread or self._next_numbers(self._reader.at_once)
+            self._unread = []
             if not numbers:
                 return False
             files = [self._file(number) for number in numbers]
             self._ends += [each.number for each in files if self._has_ended(each)]
             self._files = tuple(each for each in files if not self._has_ended(each))
         return True
-
-    def _next_numbers(self) -> list[int]:
-        """The next files that are at hand."""
-        first = list(islice(self._numbers, 1))
-        most = min(self._assigned.at_hand, self._reader.at_once - 1) if first else 0
-        return first + list(islice(self._numbers, most))
 
     def _file(self, number: int) -> FileToRead:
         begun = self._assigned.begun.get(number)

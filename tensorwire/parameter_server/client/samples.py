@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -18,6 +19,10 @@ from tensorwire.parameter_server.declarations.samplers import SamplerSpec
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
+
+_MOST_BATCHES: Final = 32
+_MOST_SAMPLES: Final = 1 << 16
+"""The indices of so many batches and samples are computed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,10 @@ class Samples(Counted, Sampler[list[int]]):
             raise ValueError("track: the loader was made with in_order=False, so that it is not "
                              "known which batch is which; use in_order=True")  # fmt: skip
         assigned = assignment(self._cluster, self.spec, self._window, self._rank)
-        tracked = TrackedBatches(self._cluster, self.spec.name, assigned, loader, self._indices_of)
+        many = max(1, min(_MOST_BATCHES, _MOST_SAMPLES // self.spec.batch_size))
+        tracked = TrackedBatches(
+            self._cluster, self.spec.name, assigned, loader, self._indices_of, many
+        )
         self._tracked = tracked
         return tracked
 
@@ -119,9 +127,9 @@ class Samples(Counted, Sampler[list[int]]):
         found: list[list[int]] = []
         for epoch, places in _by_epoch(self.spec, numbers):
             positions = [np.arange(first, first + count) for first, count in places]
-            indices = self._order(epoch)(np.concatenate(positions))
-            ends = np.cumsum([count for _, count in places])[:-1]
-            found += [each.tolist() for each in np.split(indices, ends)]
+            indices = self._order(epoch)(np.concatenate(positions)).tolist()
+            ends = accumulate([count for _, count in places], initial=0)
+            found += [indices[begin:end] for begin, end in pairwise(ends)]
         return found
 
     def _order(self, epoch: int) -> Permutation:

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
 
 _logger: Final = logging.getLogger("tensorwire")
-_AT_A_TIME: Final = 8
-"""Batches whose indices are computed together."""
-
 Indices = Callable[[list[int]], list[list[int]]]
 """The indices of the samples of each of these batches."""
 
@@ -83,8 +80,12 @@ class Given:
         Raises:
             ValueError: they are of several samplers.
         """
-        tickets = [each for each in self._tickets if each.rollbacks == rollbacks]
-        self._tickets.clear()
+        tickets, self._tickets = self._tickets, []
+        if len(tickets) == 1 and not tickets[0].parts:  # as in almost each step
+            (only,) = tickets
+            is_current = only.rollbacks == rollbacks
+            return Batches(only.sampler, only.deal, only.numbers) if is_current else None
+        tickets = [each for each in tickets if each.rollbacks == rollbacks]
         if not tickets:
             return None
         names = sorted({each.sampler for each in tickets})
@@ -165,6 +166,12 @@ class Tracked(ABC):
     def _fill(self) -> bool:
         """Makes ready what is to be read next; False if there is nothing."""
 
+    def _next_numbers(self, most: int) -> list[int]:
+        """The next that are at hand, at most so many; waits for one, if there is none."""
+        first = list(islice(self._numbers, 1))
+        more = min(self._assigned.at_hand, most - 1) if first else 0
+        return first + list(islice(self._numbers, more))
+
     # --- turns
 
     def give(self, ticket: Ticket) -> bool:
@@ -233,6 +240,7 @@ class TrackedBatches(Tracked):
         assigned: likewise.
         loader: reads what ``indices`` says.
         indices: makes indices of the numbers of batches.
+        at_a_time: of so many batches.
     """
 
     def __init__(
@@ -242,9 +250,11 @@ class TrackedBatches(Tracked):
         assigned: Assignment,
         loader: Iterable[Any],
         indices: Indices,
+        at_a_time: int,
     ) -> None:
         super().__init__(cluster, name, assigned, loader)
         self._indices_of = indices
+        self._at_a_time = at_a_time
         self._read: deque[Ticket] = deque()
         self._block: deque[tuple[int, list[int]]] = deque()
 
@@ -266,7 +276,7 @@ class TrackedBatches(Tracked):
     def _fill(self) -> bool:
         """See :class:`Tracked`."""
         if not self._block:
-            numbers = list(islice(self._numbers, _AT_A_TIME))
+            numbers = self._next_numbers(self._at_a_time)
             self._block.extend(zip(numbers, self._indices_of(numbers), strict=True))
         return bool(self._block)
 

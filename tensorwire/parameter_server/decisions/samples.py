@@ -102,6 +102,10 @@ class Batches:
     parts: tuple[Part, ...] = ()
     window: tuple[int, int] = (0, 0)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In one call, as each push is pickled; a dataclass would look up its fields one by one."""
+        return Batches, (self.sampler, self.deal, self.numbers, self.parts, self.window)
+
 
 @dataclass(frozen=True, slots=True)
 class Deal:

@@ -125,7 +125,6 @@ LOADERS = {
     "of ones own": of_ones_own,
     "torchdata": stateful(Records),
     "torchdata, with a state": stateful(Resumable),
-    "torchdata, in two workers": stateful(Resumable, 2),
 }
 with_each = pytest.mark.parametrize(
     ("loader", "under"),
@@ -210,6 +209,16 @@ class TestOneTrainer:
         (trained,) = train([go])
         assert sorted(trained) == list(range(len(ALL)))
 
+    def test_goes_on_in_workers_that_have_a_state(self) -> None:
+        def go() -> list[int]:
+            it, loader = Counting((5, 4)), stateful(Resumable, 2)
+            data = it.files()
+            it.train(data, loader, most=1)
+            it.train(data, loader)
+            return it.trained
+
+        assert train([go]) == [list(range(9))]
+
     def test_accumulates_gradients_over_files(self, caplog: pytest.LogCaptureFixture) -> None:
         def go() -> tuple[list[float], ps.Progress]:
             it = Counting((5, 4, 6))
@@ -241,13 +250,6 @@ class TestOneTrainer:
         (orders,) = train([go])
         assert all(sorted(each) == list(range(9)) for each in orders)
         assert len({tuple(each) for each in orders}) > 1
-
-    def test_reads_in_workers_that_are_spawned(self) -> None:
-        def go() -> list[float]:
-            it = Counting()
-            return it.train(it.files(), with_workers(1, "spawn")).counts
-
-        assert train([go]) == [ALL]
 
 
 class TestSeveralTrainers:
