@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from tensorwire.parameter_server.client.file_reading import File, FileToRead, Marking, Reading
-from tensorwire.parameter_server.client.files import Files
 from tensorwire.parameter_server.client.positions import decode_position, encode_position
-from tensorwire.parameter_server.declarations.samplers import SamplerSpec
 
 
 class Records(IterableDataset[int]):
@@ -45,20 +42,6 @@ def test_batches_tell_the_places_that_they_reach() -> None:
     assert _take(marking, records, 2) == ([2, 3], [(3, 4)])
     assert _take(marking, records, 2) == ([4, 8], [(3, None), (4, None), (7, 1)])
     assert next(records, None) is None
-
-
-def test_a_spawned_worker_has_one_copy_of_what_is_read() -> None:
-    """Its data set and what makes its batches come in one pickle, without the cluster."""
-    reading, spec = _reading(), SamplerSpec("a", 3, 1)
-    cluster: Any = lambda: 0  # noqa: E731  # cannot be pickled
-    files = Files(cluster, spec, [1, 2, 3])
-    with pytest.raises(RuntimeError, match=r"iterate over data.track\(loader\)"):
-        pickle.dumps(files)
-    files._offer(reading)
-    both = pickle.loads(pickle.dumps((Records(files), Marking(reading, list))))
-    records = iter(both[0])
-    assert _take(both[1], records, 1) == ([2], [(3, 3)])
-    assert _take(both[1], records, 1) == ([3], [(3, 4)])
 
 
 def test_counted_goes_on_from_a_number_of_records_only() -> None:
