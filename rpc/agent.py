@@ -447,6 +447,13 @@ class Agent(process_forks.ForkAware):
         """Does soon what is to be done if the others declared this worker lost."""
         self.completions.submit(partial(self.worker_loss.expelled, reason))
 
+    def give_up(self, reason: str) -> None:
+        """Takes this worker for lost, by way of the group's list: so the others hear of it."""
+        if self.membership is None:
+            self.take_as_expelled(reason)
+        else:
+            self.membership.remove(self.life, reason, lambda: True, lambda: None)
+
     def why_expelled(self) -> str | None:
         """The reason why others declared this worker lost; None if none did, as far as it knows."""
         return None if self.watch is None else self.watch.verdict()
@@ -459,6 +466,25 @@ class Agent(process_forks.ForkAware):
         """Leaves a note for a worker that was declared lost, in case it lives."""
         if self.watch is not None:
             self.watch.tell_lost(life, reason)
+
+    def look_at_store(self) -> None:
+        """Asks the store of a dynamic group soon whether it answers."""
+        if self.membership is not None:
+            self.membership.look_soon()
+
+    def was_out_of_touch(self, seconds: float, within: float) -> bool:
+        """True if the store of a dynamic group has lately left this worker without an answer."""
+        membership = self.membership
+        return membership is not None and membership.was_out_of_touch(seconds, within)
+
+    def reached_few(self) -> bool:
+        """True if it was cut off from most of the group when it lately lost somebody."""
+        return self.watch is not None and self.watch.reached_few(self.clock.now())
+
+    def doubt(self, life: Life, until: float) -> None:
+        """Asks one that was lost whether it lives; if it does, takes this worker for lost."""
+        if self.watch is not None:
+            self.watch.doubt(life, until)
 
     def strike_off(
         self, life: Life, reason: str, wanted: Callable[[], bool], done: Callable[[], None]

@@ -4,10 +4,16 @@ What a loss ends here is the agent's business, and happens at once. The others a
 after a moment in which it may turn out that it is this worker which is cut off, and, of what
 this worker found out by itself, once the store has taken the life off its list: of two that
 declare each other lost the store hears one first, and the other has no say any more.
+
+If a network parts and comes back just then, workers on both sides have declared lost some of
+the other side, and not each the one that declared it lost. A worker that reached less than
+half of the group then waits, so that the others speak first, and asks again: if the one that
+it lost lives, it takes itself for lost. Of two halves, the one with the store counts for more.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +26,8 @@ from rpc.runtime.clock import Clock
 from rpc.runtime.timers import Timers
 from rpc.wire.control import ControlMessage, Lost
 from rpc.worker_info import WorkerInfo
+
+_logger = logging.getLogger("rpc")
 
 
 class ReportingWorker(Protocol):
@@ -53,6 +61,12 @@ class ReportingWorker(Protocol):
     def leave_note(self, life: Life, reason: str) -> None:
         """Leaves a note for a worker that was declared lost, in case it lives."""
 
+    def reached_few(self) -> bool:
+        """True if it was cut off from most of the group when it lately lost somebody."""
+
+    def doubt(self, life: Life, until: float) -> None:
+        """Asks one that was lost whether it lives; if it does, takes this worker for lost."""
+
     def strike_off(
         self, life: Life, reason: str, wanted: Callable[[], bool], done: Callable[[], None]
     ) -> None:
@@ -68,6 +82,8 @@ class ReportingWorker(Protocol):
 
 
 _TOLD = "declared it lost"
+_DOUBT_BOUNDS = 2.0
+"""Longer than one waits that is refused by who declared it lost: it speaks first."""
 
 
 class LossReports:
@@ -117,6 +133,22 @@ class LossReports:
         return reason if _TOLD in reason else f"worker {name!r} {_TOLD}: {reason}"
 
     def _report_later(self, life: Life, reason: str) -> None:
+        if not self._has_a_say():
+            return
+        agent = self._agent
+        if not agent.reached_few():
+            self._report(life, reason)
+            return
+        _logger.warning(
+            "%r lost %s, but did not reach most of the group then: it tells the others in %.0f s, "
+            "if it is still a member",
+            agent.info.name, life, self._bound * _DOUBT_BOUNDS,
+        )  # fmt: skip
+        until = agent.clock.now() + self._bound * _DOUBT_BOUNDS
+        agent.doubt(life, until)
+        agent.timers.at(until, partial(self._report_after_doubt, life, reason))
+
+    def _report_after_doubt(self, life: Life, reason: str) -> None:
         if self._has_a_say():
             self._report(life, reason)
 

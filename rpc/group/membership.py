@@ -35,6 +35,7 @@ from rpc.errors import (
 from rpc.group.job_roles import JobRoles
 from rpc.group.member_list import Departure, End, MemberTable
 from rpc.group.records import Record
+from rpc.group.store_silence import StoreSilence
 from rpc.group.store_watch import SECONDS_BETWEEN_READS, StoreWatch
 from rpc.ids import Life
 from rpc.runtime.clock import Alarm
@@ -111,6 +112,7 @@ class Membership:
         self._finished = 0
         self._looked = threading.Condition()
         self._closed = False
+        self._silence = StoreSilence()
         self._alarm = Alarm()
         self._watch = StoreWatch()
         self._stopping = False
@@ -143,6 +145,19 @@ class Membership:
         if self._thread.is_alive():
             _logger.warning("%s left, but the store does not answer", self._me)
             self._close()
+
+    def look_soon(self) -> None:
+        """Asks the store soon, also to learn whether it answers."""
+        self._alarm.set()
+
+    def was_out_of_touch(self, seconds: float, within: float) -> bool:
+        """True if the store left a question without an answer for so many seconds.
+
+        Args:
+            seconds: the shortest silence that counts.
+            within: seconds; the silence lasts, or ended in the last so many.
+        """
+        return self._silence.lasted(seconds, within, time.monotonic())
 
     def remove(
         self, life: Life, reason: str, wanted: Callable[[], bool], done: Callable[[], None]
@@ -281,9 +296,11 @@ class Membership:
             self._watch = self._table.watch_changes(self._alarm.set)
             while not self._stopping:
                 self._begun += 1
+                self._silence.asked(time.monotonic())
                 with visit():
                     self._remove_lost()
                     self._look()
+                self._silence.answered(time.monotonic())
                 self._finish_look()
                 self._alarm.wait(self._pause())
             with visit():

@@ -7,6 +7,7 @@ the agent's own threads, so that nobody who is slow or stuck can hold up the wat
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Set
 from typing import Protocol
@@ -14,10 +15,14 @@ from typing import Protocol
 from rpc.group.members import Group
 from rpc.group.probes import Prober
 from rpc.ids import Life
-from rpc.protocol.liveness import Ask, Evidence, Forget, Liveness, Silent, neighbour
+from rpc.protocol.liveness import Ask, Evidence, Forget, Liveness, Part, Reach, Silent, neighbour
 from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
+
+_OUT_OF_TOUCH = 0.3
+"""The bounds without an answer of the store after which, of two halves, this one is cut off. A
+silence of twice as much is a loss, and the store is asked after a quarter of a bound."""
 
 
 class WatchingWorker(Protocol):
@@ -44,6 +49,20 @@ class WatchingWorker(Protocol):
     def take_as_expelled(self, reason: str) -> None:
         """Does soon what is to be done if the others declared this worker lost."""
 
+    def give_up(self, reason: str) -> None:
+        """Takes this worker for lost, and has the others do so; must not block."""
+
+    def look_at_store(self) -> None:
+        """Asks the store of a dynamic group soon whether it answers; must not block."""
+
+    def was_out_of_touch(self, seconds: float, within: float) -> bool:
+        """True if the store of a dynamic group has lately left this worker without an answer.
+
+        Args:
+            seconds: for as long as that at least.
+            within: seconds; it was so at some time in the last so many.
+        """
+
     def hurry(self) -> None:
         """Makes :meth:`Watch.beat` run soon."""
 
@@ -66,7 +85,13 @@ class Watch:
         decides: Callable[[float], Liveness] = Liveness,
     ) -> None:
         self._agent = agent
+        self._bound = bound
         self._liveness = decides(bound)
+        self._reach = Reach()
+        self._sounded: set[Life] = set()
+        self._reached_few_at = -math.inf
+        self._doubted: dict[Life, float] = {}
+        """Lost workers that may live, and the time until when they are asked."""
         self._prober = prober
         self._to_expel: deque[tuple[str, str]] = deque()
         self._version = -1
@@ -86,13 +111,16 @@ class Watch:
         if now < due:
             return due
         self._collect()
-        for effect in self._liveness.tick(now, self._watched()):
+        watched = self._watched()
+        for effect in self._liveness.tick(now, watched):
             if isinstance(effect, Ask):
                 self._ask(effect.life)
             elif isinstance(effect, Forget):
                 self._prober.forget(effect.life)
             else:
-                self._fell_silent(effect)
+                self._fell_silent(effect, now)
+        self._sound(watched)
+        self._ask_the_doubted(now)
         self._lacked, self._lacking = self._lacking, False
         return self._liveness.due(now)
 
@@ -103,6 +131,22 @@ class Watch:
             me = self._agent.life
             self._to_expel.append((address, f"{me.worker} {me.incarnation} {reason}"))
             self._agent.hurry()
+
+    def reached_few(self, now: float) -> bool:
+        """True if this worker was cut off from most of the group when it lately lost somebody."""
+        return now - self._reached_few_at <= self._bound
+
+    def doubt(self, life: Life, until: float) -> None:
+        """Asks one that was lost whether it lives; if it does, this worker takes itself for lost.
+
+        For a worker that was cut off from most of the group, but is back.
+
+        Args:
+            life: which.
+            until: the time until when it is asked.
+        """
+        self._doubted[life] = until
+        self._agent.hurry()
 
     def verdict(self) -> str | None:
         """The reason why this worker was declared lost, if others say that it was."""
@@ -160,6 +204,12 @@ class Watch:
             self._learn(reason)
         for answer in self._prober.collect():
             self._liveness.answered(answer.life)
+            self._reach.answered(answer.life)
+            if answer.life in self._doubted:
+                name = self._agent.group.peer(answer.life.worker).info.name
+                self._doubted.clear()
+                reason = f"it was cut off from the others, and lost {name!r}, which lives"
+                self._agent.give_up(reason)
             if answer.expelled and not self._is_lost(answer.life):
                 name = self._agent.group.peer(answer.life.worker).info.name
                 self._learn(f"worker {name!r} says that it was declared lost")
@@ -169,7 +219,40 @@ class Watch:
             self._expelled = True
             self._agent.take_as_expelled(reason)
 
-    def _fell_silent(self, effect: Silent) -> None:
+    def _sound(self, watched: Set[Life]) -> None:
+        """Finds out whether it is this worker that is cut off, while an answer is late."""
+        group, me = self._agent.group, self._agent.info.id
+        is_late = self._liveness.is_late
+        if is_late:
+            self._agent.look_at_store()
+        elif not self._reach.asks:
+            return
+        others = [each.id for each in group.living() if each.id != me]
+        lives = [group.life(other) for other in others if group.peer(other).liveness]
+        to_ask = self._reach.to_ask(is_late, lives)
+        for life in to_ask:
+            if life not in watched:
+                self._sounded.add(life)
+                self._ask(life)
+        if not is_late:
+            for life in self._sounded - watched - self._doubted.keys():
+                self._prober.forget(life)
+            self._sounded.clear()
+
+    def _ask_the_doubted(self, now: float) -> None:
+        for life, until in list(self._doubted.items()):
+            if now < until:
+                self._ask(life)
+            else:
+                del self._doubted[life]
+                self._prober.forget(life)
+
+    def _fell_silent(self, effect: Silent, now: float) -> None:
+        part, bound = self._reach.part(), self._bound
+        if part is Part.HALF and self._agent.was_out_of_touch(bound * _OUT_OF_TOUCH, bound):
+            part = Part.FEW
+        if part is Part.FEW:
+            self._reached_few_at = now
         reason = f"it gave no sign of life for {effect.seconds:.1f} s"
         self._agent.declare_lost(effect.life, reason, Evidence.SILENT)
 

@@ -10,8 +10,9 @@ Time counts only while this worker is awake: when :meth:`Liveness.tick` comes la
 because this process was stopped or held the interpreter lock, the others are given
 that time too. A loss is found within 0.8 of the bound after the last answer, and told
 to the others 0.1 later. Who has lost more workers than it still reaches is likely to be
-cut off itself, and tells nobody; of two workers between whom a connection broke, the one
-with the lower id speaks first.
+cut off itself, and tells nobody. Who reached less than half of the group as somebody fell
+silent waits, and takes itself for lost if that one lives. Of two workers between whom a
+connection broke, the one with the lower id speaks first.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rpc.ids import Life
 
 _TICKS_PER_BOUND = 5
 _PATIENCE = 0.6
+_MOST_ASKED = 32
 _TICKS_WHEN_LATE = 4
 """Instead of one, while an answer is late: the question may have been lost on its way."""
 
@@ -61,6 +63,9 @@ class Liveness:
 
     Args:
         bound: seconds from the moment a worker falls silent until it is declared lost.
+
+    Attributes:
+        is_late: somebody's answer was late at the last tick.
     """
 
     def __init__(self, bound: float) -> None:
@@ -70,6 +75,7 @@ class Liveness:
         self._asked: dict[Life, float] = {}  # since when an answer is due
         self._wanted: dict[Life, float] = {}  # when it was last watched
         self._due: float | None = None
+        self.is_late = False
 
     def due(self, now: float) -> float:
         """Returns when :meth:`tick` should run next."""
@@ -95,8 +101,8 @@ class Liveness:
         for life in sorted(watched):
             effects.append(self._look_at(life, now))
         earliest = min(self._asked.values(), default=now)
-        is_late = now - earliest >= self._period
-        pause = self._period / _TICKS_WHEN_LATE if is_late else self._period
+        self.is_late = now - earliest >= self._period
+        pause = self._period / _TICKS_WHEN_LATE if self.is_late else self._period
         self._due = min(now + pause, earliest + self._patience)
         return effects
 
@@ -112,6 +118,61 @@ class Liveness:
         late = 0.0 if self._due is None else now - self._due
         if late > self._period:
             self._asked = {life: since + late for life, since in self._asked.items()}
+
+
+class Part(enum.Enum):
+    """The part of its group that a worker reaches, itself included."""
+
+    MOST = enum.auto()
+    HALF = enum.auto()
+    FEW = enum.auto()
+
+
+class Reach:
+    """Finds out which part of its group a worker reaches, while somebody's answer is late.
+
+    If a network parts, workers on both sides declare lost those of the other side. Where it is
+    back before they say so, those with most of the group behind them speak first.
+
+    Args:
+        most: the workers that are asked at most; of a larger group, some from all over it.
+    """
+
+    def __init__(self, most: int = _MOST_ASKED) -> None:
+        self._most = most
+        self._asked: set[Life] = set()
+        self._answered: set[Life] = set()
+        self._reached = 0
+
+    def to_ask(self, is_late: bool, others: Sequence[Life]) -> list[Life]:
+        """Whom to ask for a sign of life now; nobody while no answer is late."""
+        self._reached = len(self._answered)
+        if not is_late:
+            self._asked, self._answered = set(), set()
+        elif not self._asked:
+            self._asked = {*others[:: -(-len(others) // self._most) or 1]}
+        return sorted((self._asked - self._answered).intersection(others))
+
+    @property
+    def asks(self) -> bool:
+        """True if it asked somebody when an answer was last late."""
+        return bool(self._asked)
+
+    def answered(self, life: Life) -> None:
+        """A sign of life came."""
+        if life in self._asked:
+            self._answered.add(life)
+
+    def part(self) -> Part:
+        """The part of the group that it reached when it last asked.
+
+        What came since is left out: a network that is back just now brings the answers of some
+        earlier than those of others.
+        """
+        reached, everybody = 1 + self._reached, 1 + len(self._asked)
+        if 2 * reached == everybody:
+            return Part.HALF
+        return Part.MOST if 2 * reached > everybody else Part.FEW
 
 
 class Evidence(enum.Enum):

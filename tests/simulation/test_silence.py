@@ -86,6 +86,21 @@ def test_one_that_stops_before_it_reports_a_loss_takes_nobody_else_with_it() -> 
         assert views(run) == everybody_sees(0, 3, 4)
 
 
+def lost_in_a_cut(seconds: float, seed: int) -> set[int]:
+    """Cuts two workers of six off from the others and the store; those that are struck off."""
+    calls = [Fault(0.4, FaultKind.CALL, who, 4.0, whom) for who, whom in ((5, 0), (4, 2), (1, 2))]
+    cuts = [Fault(0.5, FaultKind.CUT, who, seconds) for who in (2, 5)]
+    plan = Plan(seed, 6, dynamic=True, paired=True, faults=(*calls, *cuts))
+    run = WatcherGroup(plan, Machines())
+    assert run.run() is None
+    return {life.worker for life in run.all} - {life.worker for life in run.listed}
+
+
+def test_of_a_network_that_parts_and_comes_back_the_side_of_the_store_loses_nobody() -> None:
+    lost = [lost_in_a_cut(0.5 + step / 100, seed) for step in range(40) for seed in range(3)]
+    assert set().union(*lost) == {2, 5}
+
+
 # --- It bites ------------------------------------------------------------------------
 
 

@@ -38,6 +38,8 @@ class Agent:
         self.timers = SimpleNamespace(at=lambda when, task: self.later.append((when, task)))
         self.has_watch = True
         self.store_answers = True
+        self.has_reached_few = False
+        self.doubted: list[tuple[Life, float]] = []
         self.wanted: Callable[[], bool] | None = None
 
     def has_a_say(self) -> bool:
@@ -45,6 +47,12 @@ class Agent:
 
     def watches(self) -> bool:
         return self.has_watch
+
+    def reached_few(self) -> bool:
+        return self.has_reached_few
+
+    def doubt(self, life: Life, until: float) -> None:
+        self.doubted.append((life, until))
 
     def tell(self, to: Life, message: ControlMessage) -> None:
         self.told.append((to, message))
@@ -137,6 +145,28 @@ def test_one_that_the_store_does_not_answer_tells_nobody_once_it_has_no_say(
     assert agent.wanted() is (change != "cut off")
     assert agent.told == []
     assert agent.noted == []
+
+
+def test_who_reached_less_than_half_of_the_group_lets_others_speak_first(agent: Agent) -> None:
+    agent.has_reached_few = True
+    lose(agent, evidence=Evidence.SILENT)
+    assert agent.run_next() == 101.0
+    assert agent.did() == ([], [], [])
+    assert agent.doubted == [(GONE, 120.0)]
+    assert agent.run_next() == 120.0  # nobody has declared it lost
+    assert agent.did() == ([GONE], [], [])
+    assert agent.run_next() == 100.0
+    assert agent.did() == ([GONE], [OTHER], [GONE])
+
+
+def test_who_was_declared_lost_while_it_doubted_says_nothing(agent: Agent) -> None:
+    agent.has_reached_few = True
+    lose(agent, evidence=Evidence.SILENT)
+    agent.run_next()
+    agent.is_expelled = True
+    agent.run_next()
+    assert agent.did() == ([], [], [])
+    assert not agent.later
 
 
 def test_without_a_watch_a_loss_is_only_taken_off_the_list(agent: Agent) -> None:

@@ -259,6 +259,37 @@ def test_one_that_was_itself_struck_off_removes_nobody(group: Group) -> None:
     assert group.listed() == {0, 2}
 
 
+def test_one_that_strikes_itself_off_is_declared_lost_to_all(group: Group) -> None:
+    reason = "it was cut off from the others"
+    group.members[1].remove(Life(1, 0), reason, lambda: True, lambda: None)
+    until(
+        lambda: all(
+            listener.is_expelled == (listener is group.listeners[1]) for listener in group.listeners
+        )
+    )
+    until(lambda: not any(listener.lives(1) for listener in group.listeners))
+    assert group.listed() == {0, 2}
+
+
+def test_one_whose_store_does_not_answer_knows_for_how_long(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_answer, changes = threading.Event(), group.members[1]._table.changes
+
+    def wait() -> bytes | None:
+        may_answer.wait()
+        return changes()
+
+    monkeypatch.setattr(group.members[1]._table, "changes", wait)
+    group.members[1].look_soon()
+    until(lambda: group.members[1].was_out_of_touch(0.2, 60.0))
+    may_answer.set()
+    group.members[1].look_again(20)
+    assert group.members[1].was_out_of_touch(0.2, 60.0)
+    assert not group.members[1].was_out_of_touch(60.0, 60.0)
+    assert not group.members[0].was_out_of_touch(60.0, 60.0)
+
+
 def test_one_that_cannot_look_round_is_no_member() -> None:
     store, listener = HashStore(), Listener(Life(0, 1))
     listener.refused.add(0)

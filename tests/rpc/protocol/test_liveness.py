@@ -11,6 +11,8 @@ from rpc.protocol.liveness import (
     Evidence,
     Forget,
     Liveness,
+    Part,
+    Reach,
     Silent,
     Suspicion,
     fingers,
@@ -148,6 +150,61 @@ class TestRing:
         assert told == set(range(count))
         assert hops - 1 <= count.bit_length()
         assert len(fingers(0, range(count))) <= count.bit_length()
+
+
+class TestReach:
+    OTHERS = tuple(Life(worker, 0) for worker in range(1, 6))
+
+    def reaching(self, *answered: int) -> Reach:
+        reach = Reach()
+        assert reach.to_ask(True, self.OTHERS) == [*self.OTHERS]
+        for worker in answered:
+            reach.answered(Life(worker, 0))
+        reach.to_ask(True, self.OTHERS)
+        return reach
+
+    @pytest.mark.parametrize(
+        ("answered", "part"),
+        [((), Part.FEW), ((1,), Part.FEW), ((1, 2), Part.HALF), ((1, 2, 3), Part.MOST)],
+    )
+    def test_the_part_is_of_all_that_were_asked_with_the_worker_itself(
+        self, answered: tuple[int, ...], part: Part
+    ) -> None:
+        assert self.reaching(*answered).part() is part
+
+    def test_who_has_not_answered_is_asked_again(self) -> None:
+        assert self.reaching(1, 4).to_ask(True, self.OTHERS) == [Life(n, 0) for n in (2, 3, 5)]
+
+    def test_who_is_gone_is_not_asked_but_counts_until_no_answer_is_late(self) -> None:
+        reach = self.reaching(1, 2)
+        assert reach.to_ask(True, self.OTHERS[:3]) == [Life(3, 0)]
+        assert (reach.part(), reach.asks) == (Part.HALF, True)
+        reach.to_ask(False, self.OTHERS[:3])
+        assert not reach.asks
+
+    def test_what_came_since_it_last_asked_does_not_count_yet(self) -> None:
+        reach = self.reaching(1)
+        for worker in (2, 3, 4):
+            reach.answered(Life(worker, 0))
+        assert reach.part() is Part.FEW
+        reach.to_ask(True, self.OTHERS)
+        assert reach.part() is Part.MOST
+
+    def test_nobody_is_asked_while_no_answer_is_late_and_what_was_is_forgotten(self) -> None:
+        reach = self.reaching(1)
+        assert reach.to_ask(False, self.OTHERS) == []
+        reach.answered(Life(2, 0))
+        assert reach.to_ask(True, self.OTHERS) == [*self.OTHERS]
+
+    def test_one_that_has_asked_nobody_reaches_everybody_it_knows_of(self) -> None:
+        assert Reach().part() is Part.MOST
+
+    def test_of_a_large_group_some_from_all_over_it_are_asked(self) -> None:
+        others = [Life(worker, 0) for worker in range(1000)]
+        asked = Reach(most=32).to_ask(True, others)
+        assert 25 <= len(asked) <= 32
+        assert asked[0].worker < 40
+        assert asked[-1].worker > 960
 
 
 class TestSuspicion:

@@ -41,6 +41,10 @@ class _Witnessed:
         self.due = liveness.due
         self.answered = liveness.answered
 
+    @property
+    def is_late(self) -> bool:
+        return self._liveness.is_late
+
     def tick(self, now: float, watched: Set[Life]) -> Sequence[Effect]:
         effects = self._liveness.tick(now, watched)
         self._agent.ticked(watched, effects)
@@ -133,6 +137,18 @@ class WatcherAgent:
     def why_expelled(self) -> str | None:
         return self.watch.verdict()
 
+    def look_at_store(self) -> None:
+        """The run knows whether it would answer."""
+
+    def was_out_of_touch(self, seconds: float, within: float) -> bool:
+        return self._run.was_out_of_touch(self._watcher, seconds, within)
+
+    def reached_few(self) -> bool:
+        return self.watch.reached_few(self.now())
+
+    def doubt(self, life: Life, until: float) -> None:
+        self.watch.doubt(life, until)
+
     def leave_note(self, life: Life, reason: str) -> None:
         self.watch.tell_lost(life, reason)
 
@@ -141,6 +157,12 @@ class WatcherAgent:
 
     def take_as_expelled(self, reason: str) -> None:
         self._tasks.append(partial(self.worker_loss.expelled, reason))
+
+    def give_up(self, reason: str) -> None:
+        if self._run.plan.dynamic:
+            self._run.strike_off(self._watcher, self.life, lambda: True, lambda: None)
+        else:
+            self.take_as_expelled(reason)
 
     def now(self) -> float:
         return self._run.time_of(self._watcher)

@@ -40,6 +40,7 @@ from tests.simulation.group.worker import Machines, info_of
 
 _DELAY = 0.01
 _JITTER = 0.005
+_PERIOD = 0.2
 _GRAIN = 1e-9
 _MOST_EVENTS = 100_000
 
@@ -60,6 +61,7 @@ class Watcher:
     stops_before_sending: Callable[[], None] | None = None
     """Stops it, once, before it sends anything more."""
     held_until: float = 0.0
+    cut_at: float = 0.0
     cut_until: float = 0.0
     plugs: int = 0
     """The number of times it lost all its connections."""
@@ -221,7 +223,8 @@ class WatcherGroup:
     def ask(self, watcher: Watcher, life: Life, address: str) -> None:
         """See ``Prober.ask``."""
         require(address == address_of(life), Rule.ASKED, watcher.life, life, "at", address)
-        watcher.lines.add(life)
+        if life in self.depended_on(watcher):  # others are asked while somebody's answer is late
+            watcher.lines.add(life)
         if life in watcher.owing:
             return
         watcher.owing.add(life)
@@ -268,6 +271,11 @@ class WatcherGroup:
             self.at(by.cut_until + _DELAY, lambda: self.strike_off(by, life, wanted, done))
         elif by.life in self.listed and wanted():
             self._send(by, lambda: self._strike(by, life, done))
+
+    def was_out_of_touch(self, watcher: Watcher, seconds: float, within: float) -> bool:
+        """See ``LossReports``: the store is asked when an answer of others is late."""
+        began, ended = watcher.cut_at + _PERIOD, min(watcher.cut_until, self.now)
+        return self.plan.dynamic and ended - began >= seconds and ended >= self.now - within
 
     def _strike(self, by: Watcher, life: Life, done: Callable[[], None]) -> None:
         self.at(self._soon(), lambda: self.awake(by, done))
@@ -394,7 +402,7 @@ class WatcherGroup:
         self.checks.silent(watcher, float("inf"), asleep=True)
 
     def _cut(self, watcher: Watcher, fault: Fault) -> None:
-        watcher.cut_until = self.now + fault.seconds
+        watcher.cut_at, watcher.cut_until = self.now, self.now + fault.seconds
         self.checks.silent(watcher, watcher.cut_until, asleep=False)
 
     def _unplug(self, watcher: Watcher, fault: Fault) -> None:

@@ -90,7 +90,7 @@ _ASKS_NOBODY = {
     "Table": "check check_ids forget gradient_of gradients rule",
     "DenseGroup": "accept gradients hyper is_changed values",
     "Optimizer": "add_param_group",
-    "Samples": "set_epoch track",
+    "Samples": "position set_epoch track",
     "Tracked": "give next_batch",
     "Saving": "done",
     "Publishing": "is_running note_step version",
