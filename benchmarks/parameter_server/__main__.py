@@ -35,6 +35,8 @@ and TorchRec's fused collection in one process, where that is installed or ``--t
 ``memory``: fills a table of 20 million rows of 16, and tells the server's memory.
 ``published``: fills it, publishes a base, changes one row in 100, and publishes a delta.
 ``followers``: followers of versions, and an evaluator that asks the server, beside training.
+``samples``: the click model's collection, read through a ``DataLoader`` in torch's order, and with
+``cluster.samples``, by which each sample counts once.
 ``steps``: does 100 000 small steps, and tells the memory of both on the way.
 ``ahead``: the click model's collection with 1, 2, 4 and 8 batches ahead, trainer and server in
 networks of their own, between which a relay delays packets by 1 and 5 ms and bounds the rate; tells
@@ -189,6 +191,13 @@ def _many(options: argparse.Namespace) -> str:
     return f"{_name(case)}\n{table(found, many.BASE, 'threads')}{also}"
 
 
+def _samples(options: argparse.Namespace, case: Case) -> str:
+    tables = _case_of_many(options, options.tables or 26, 1)
+    columns = _settings(many.READING, tables, options.threads, 1 + tables.servers)
+    found = compare(columns, options.rounds, options.steps)
+    return f"{_name(tables)}\n{table(found, many.SAMPLED, 'threads')}"
+
+
 def _case_of_many(options: argparse.Namespace, tables: int, threads: int) -> many.Many:
     return many.Many(
         options.table_rows, options.batch, options.width, threads, 0.0, tables, options.most,
@@ -270,7 +279,7 @@ def _click(options: argparse.Namespace, case: Case) -> str:
 _SECTIONS = {
     "tables": _tables, "dense": _dense, "backups": _backups, "rows": _rows, "memory": _memory,
     "steps": _steps, "ahead": _ahead, "click": _click, "published": _published,
-    "followers": _followers,
+    "followers": _followers, "samples": _samples,
 }  # fmt: skip
 
 

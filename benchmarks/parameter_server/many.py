@@ -8,19 +8,22 @@ from __future__ import annotations
 import enum
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
 from benchmarks.parameter_server.case import BATCHES, EPS, LR, Case, Program, join, join_torch
 from benchmarks.stepping import Step
 from tensorwire import parameter_server as ps
 
 _NAMES = ("server", "server2")
+_BATCHES_OF_AN_EPOCH = 1000
+_MANY_EPOCHS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,26 @@ def ours(way: Way, ahead: int, case: Case, rank: int, meeting: str) -> Step | No
     return None if rank else training(way, ahead, case)[1]
 
 
-def training(way: Way, ahead: int, case: Many) -> tuple[ps.Cluster, Step]:
+Batch = dict[str, Tensor]
+
+
+def _cycled(_cluster: ps.Cluster, _case: Many, batches: Sequence[Batch]) -> Iterator[Batch]:
+    return itertools.cycle(batches)
+
+
+def training(
+    way: Way,
+    ahead: int,
+    case: Many,
+    read: Callable[[ps.Cluster, Many, Sequence[Batch]], Iterable[Batch]] = _cycled,
+) -> tuple[ps.Cluster, Step]:
     """The trainer of :func:`ours`, which has joined.
 
     Args:
         way: the modules.
         ahead: batches that are known before they train; 0 to fetch rows on demand.
         case: what is trained.
+        read: gives the batches, again and again.
     """
     cluster = ps.connect(list(_NAMES[: case.servers]))
     names = [f"f{place}" for place in range(case.tables)]
@@ -103,17 +119,19 @@ def training(way: Way, ahead: int, case: Many) -> tuple[ps.Cluster, Step]:
     )
     model = nn.ModuleDict({"bags": lookup, "net": net})
     optimizer = ps.Optimizer(cluster, model, dense=torch.optim.SGD, lr=0.01)
-    batches = _cycled([
+    made = [
         {n: _nested(*bag, case.most) for n, bag in zip(names, bags, strict=True)}
         for bags in case.bags()
-    ])  # fmt: skip
+    ]
+    source = read(cluster, case, made)
     if ahead:
-        by_name: Callable[[dict[str, Tensor]], dict[str, Tensor]] = (
+        by_name: Callable[[Batch], Batch] = (
             (lambda batch: batch)
             if way is Way.COLLECTION
             else (lambda batch: {f"bags.{n}": each for n, each in batch.items()})
         )
-        batches = iter(ps.prefetch(batches, model, ids=by_name, ahead=ahead))
+        source = ps.prefetch(source, model, ids=by_name, ahead=ahead)
+    batches = iter(source)
 
     def vectors(batch: dict[str, Tensor]) -> Tensor:
         if isinstance(lookup, nn.ModuleDict):
@@ -129,8 +147,49 @@ def training(way: Way, ahead: int, case: Many) -> tuple[ps.Cluster, Step]:
     return cluster, step
 
 
-def _cycled(batches: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    return itertools.cycle(batches)
+class _Examples(Dataset[Batch]):
+    """Examples whose batches are made already, so that only their order costs anything."""
+
+    def __init__(self, case: Many, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+        self._size = case.ids
+        self.length = case.ids * _BATCHES_OF_AN_EPOCH
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return self._batches[indices[0] // self._size % len(self._batches)]
+
+
+def _loader(examples: _Examples, sampler: Sampler[list[int]]) -> DataLoader[Batch]:
+    return DataLoader(examples, batch_sampler=sampler, collate_fn=lambda batch: batch)
+
+
+def _sampled(_cluster: ps.Cluster, case: Many, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Read in an order that torch's sampler draws for each epoch."""
+    examples = _Examples(case, batches)
+    order = RandomSampler(range(examples.length))
+    loader = _loader(examples, BatchSampler(order, case.ids, drop_last=False))
+    while True:
+        yield from loader
+
+
+def _counted(cluster: ps.Cluster, case: Many, batches: Sequence[Batch]) -> Iterable[Batch]:
+    """Read in an order of the servers' account, which counts each batch with its push."""
+    examples = _Examples(case, batches)
+    data = cluster.samples(
+        examples.length, batch_size=case.ids, shuffle=True, seed=0, epochs=_MANY_EPOCHS
+    )
+    return data.track(_loader(examples, data))
+
+
+def _reading(
+    read: Callable[[ps.Cluster, Many, Sequence[Batch]], Iterable[Batch]],
+    case: Case,
+    rank: int,
+    meeting: str,
+) -> Step | None:
+    assert isinstance(case, Many)
+    join(rank, meeting, 1 + case.servers)
+    return None if rank else training(Way.COLLECTION, 1, case, read)[1]
 
 
 # --- by hand, one message to each server and way
@@ -290,6 +349,12 @@ def torchrec_here(case: Case, rank: int, meeting: str) -> Step | None:
 
 
 BASE = "collection, ahead"
+SAMPLED = "a DataLoader, torch's order"
+READING: dict[str, Program] = {
+    SAMPLED: partial(_reading, _sampled),
+    "the same, each sample once": partial(_reading, _counted),
+}
+"""Programs that read through a ``DataLoader``: with torch's sampler, and with the servers'."""
 PROGRAMS: dict[str, Program] = {
     BASE: partial(ours, Way.COLLECTION, 1),
     "collection, on demand": partial(ours, Way.COLLECTION, 0),

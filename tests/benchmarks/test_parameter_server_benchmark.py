@@ -61,6 +61,7 @@ def test_the_smallest_comparison_runs() -> None:
             "benchmarks.parameter_server",
             "--quick",
             "dense",
+            "samples",
             "--tables",
             "3",
             "--most",
@@ -78,6 +79,7 @@ def test_the_smallest_comparison_runs() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "0.25 MB dense, pushed and pulled" in done.stdout
+    assert "the same, each sample once" in done.stdout
     assert "3 tables of 16, batch 32, 1 to 2 ids, 1 servers" in done.stdout
     assert "collection, ahead" in done.stdout
 
