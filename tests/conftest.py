@@ -58,9 +58,7 @@ class Holdings:
     @classmethod
     def now(cls) -> Holdings:
         """Look at this process."""
-        return cls(
-            frozenset(threading.enumerate()), _descriptors(), _descendants(), frozenset(_segments())
-        )
+        return cls(_threads(), _descriptors(), _descendants(), frozenset(_segments()))
 
     def since(self, before: Holdings) -> list[str]:
         """Describe what is held now and was not held ``before``."""
@@ -203,6 +201,19 @@ def _left_after_settling(before: Holdings) -> list[str]:
     while (left := Holdings.now().since(before)) and time.monotonic() < deadline:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     return left
+
+
+def _threads() -> frozenset[threading.Thread]:
+    """The threads that run Python.
+
+    One that logs in its last moments, as it lets go of a value, leaves an entry that stays.
+    """
+    running = sys._current_frames()
+    return frozenset(
+        thread
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread) or thread.ident in running
+    )
 
 
 def _descriptors() -> frozenset[tuple[str, str]]:

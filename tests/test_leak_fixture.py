@@ -16,7 +16,7 @@ pytestmark = [
 pytest_plugins = ["pytester"]
 
 _LEAKY = """
-import socket, subprocess, threading
+import _thread, socket, subprocess, threading
 from pathlib import Path
 
 kept = []
@@ -37,6 +37,20 @@ def test_cleans_up(tmp_path):
     thread.start()
 
 
+def test_entry_of_a_foreign_thread_that_has_ended():
+    done = threading.Event()
+    _thread.start_new_thread(lambda: (threading.current_thread(), done.set()), ())
+    done.wait()
+
+
+def test_foreign_thread_that_runs():
+    begun, may_end = threading.Event(), threading.Event()
+    run = lambda: (threading.current_thread(), begun.set(), may_end.wait())
+    _thread.start_new_thread(run, ())
+    begun.wait()
+    kept.insert(1, may_end)
+
+
 def test_nothing_is_blamed_on_a_later_test():
     for thing in kept:
         if isinstance(thing, subprocess.Popen):
@@ -45,6 +59,7 @@ def test_nothing_is_blamed_on_a_later_test():
         if isinstance(thing, socket.socket):
             thing.close()
     kept[0].set()
+    kept[1].set()
     Path("/dev/shm/{segment}").unlink()
 """
 
@@ -56,7 +71,13 @@ def test_each_kind_of_leak_fails_only_the_test_that_leaked(pytester: pytest.Pyte
     pytester.makepyfile(_LEAKY.replace("{segment}", segment))
     ours = f"pythonpath={Path(__file__).parents[1]}"  # the fixture's module imports from tests/
     result = pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:cacheprovider", "-o", ours)
-    result.assert_outcomes(passed=3, errors=1)
+    result.assert_outcomes(passed=5, errors=2)
     result.stdout.fnmatch_lines(["*ERROR at teardown of test_leaks_one_of_each*"])
-    for kind in ("left-thread", "-> socket:", "sleep 60", f"shared memory /dev/shm/{segment}"):
+    for kind in (
+        "left-thread",
+        "_DummyThread",
+        "-> socket:",
+        "sleep 60",
+        f"shared memory /dev/shm/{segment}",
+    ):
         result.stdout.fnmatch_lines([f"*{kind}*"])
