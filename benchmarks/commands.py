@@ -106,7 +106,7 @@ class Span:
 
     @property
     def nanoseconds(self) -> int:
-        """How long it took."""
+        """Its duration."""
         return self.ended - self.began
 
 

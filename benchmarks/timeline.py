@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +63,7 @@ def _timed(function: Callable[..., object], what: str) -> Callable[..., object]:
 
 
 def take() -> list[Span]:
-    """What was recorded since this was asked last."""
+    """The spans that were recorded since this was asked last."""
     taken = _spans[:]
     del _spans[: len(taken)]
     return taken
@@ -121,8 +120,7 @@ def median_of(caller: Iterable[Span], callee: Iterable[Span]) -> Timeline:
     """The timeline of the operation that took the median time; of two, the shorter one's."""
     caller, callee = tuple(caller), tuple(callee)
     wholes = sorted((s for s in caller if s.what == _OPERATION), key=lambda s: s.nanoseconds)
-    middle = statistics.median_low([span.nanoseconds for span in wholes])
-    whole = next(span for span in wholes if span.nanoseconds == middle)
+    whole = wholes[(len(wholes) - 1) // 2]
     return Timeline(whole, _within(whole, caller), _within(whole, callee))
 
 

@@ -79,26 +79,25 @@ class Way(enum.Enum):
     MODULES = enum.auto()
 
 
-def ours(way: Way, ahead: int, case: Case, rank: int, meeting: str) -> Step | None:
-    """A collection, or a module for each table."""
-    assert isinstance(case, Many)
-    join(rank, meeting, 1 + case.servers)
-    return None if rank else training(way, ahead, case)[1]
-
-
 Batch = dict[str, Tensor]
+Read = Callable[[ps.Cluster, Many, Sequence[Batch]], Iterable[Batch]]
+"""Gives batches again and again."""
 
 
 def _cycled(_cluster: ps.Cluster, _case: Many, batches: Sequence[Batch]) -> Iterator[Batch]:
     return itertools.cycle(batches)
 
 
-def training(
-    way: Way,
-    ahead: int,
-    case: Many,
-    read: Callable[[ps.Cluster, Many, Sequence[Batch]], Iterable[Batch]] = _cycled,
-) -> tuple[ps.Cluster, Step]:
+def ours(
+    way: Way, ahead: int, case: Case, rank: int, meeting: str, read: Read = _cycled
+) -> Step | None:
+    """A collection, or a module for each table."""
+    assert isinstance(case, Many)
+    join(rank, meeting, 1 + case.servers)
+    return None if rank else training(way, ahead, case, read)[1]
+
+
+def training(way: Way, ahead: int, case: Many, read: Read = _cycled) -> tuple[ps.Cluster, Step]:
     """The trainer of :func:`ours`, which has joined.
 
     Args:
@@ -179,17 +178,6 @@ def _counted(cluster: ps.Cluster, case: Many, batches: Sequence[Batch]) -> Itera
         examples.length, batch_size=case.ids, shuffle=True, seed=0, epochs=_MANY_EPOCHS
     )
     return data.track(_loader(examples, data))
-
-
-def _reading(
-    read: Callable[[ps.Cluster, Many, Sequence[Batch]], Iterable[Batch]],
-    case: Case,
-    rank: int,
-    meeting: str,
-) -> Step | None:
-    assert isinstance(case, Many)
-    join(rank, meeting, 1 + case.servers)
-    return None if rank else training(Way.COLLECTION, 1, case, read)[1]
 
 
 # --- by hand, one message to each server and way
@@ -351,8 +339,8 @@ def torchrec_here(case: Case, rank: int, meeting: str) -> Step | None:
 BASE = "collection, ahead"
 SAMPLED = "a DataLoader, torch's order"
 READING: dict[str, Program] = {
-    SAMPLED: partial(_reading, _sampled),
-    "the same, each sample once": partial(_reading, _counted),
+    SAMPLED: partial(ours, Way.COLLECTION, 1, read=_sampled),
+    "the same, each sample once": partial(ours, Way.COLLECTION, 1, read=_counted),
 }
 """Programs that read through a ``DataLoader``: with torch's sampler, and with the servers'."""
 PROGRAMS: dict[str, Program] = {

@@ -145,7 +145,7 @@ class Reach:
         self._reached = 0
 
     def to_ask(self, is_late: bool, others: Sequence[Life]) -> list[Life]:
-        """Whom to ask for a sign of life now; nobody while no answer is late."""
+        """The lives to ask for a sign of life now; none while no answer is late."""
         self._reached = len(self._answered)
         if not is_late:
             self._asked, self._answered = set(), set()

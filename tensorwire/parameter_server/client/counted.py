@@ -41,7 +41,7 @@ class Progress:
 
 
 class Counted:
-    """What batches and files that count once have in common.
+    """The account and the epochs of a sampler, be it of batches or of files.
 
     Args:
         cluster: the cluster.

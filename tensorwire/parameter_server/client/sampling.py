@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SamplerArguments(NamedTuple):
-    """What is said of batches and of files alike; see ``Cluster.samples``."""
+    """The arguments that batches and files have alike; see ``Cluster.samples``."""
 
     name: str
     shuffle: bool

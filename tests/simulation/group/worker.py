@@ -135,14 +135,14 @@ class SimWorker:
         # While it is stopped, and when it wakes.
         self.asleep = False
         self.sends_left: int | None = None
-        """How many messages leave before it is stopped; None if nothing stops it."""
+        """The number of messages that leave before it is stopped; None if nothing stops it."""
         self.clock_stands = False
         self.behind = 0.0
         """The time for which its clock has stood."""
         self.is_late = False
         """Its timers have not run since it woke."""
         self.outbox: list[Packet] = []
-        """What it sends when it wakes."""
+        """The messages that it sends when it wakes."""
 
     @property
     def now(self) -> float:

@@ -465,7 +465,7 @@ def check_game(seed: int) -> None:
 
 
 def shorten_game(seed: int) -> str:
-    """How few steps of the game of a seed, before nothing happens to anybody any more, break it."""
+    """The fewest steps of the game of a seed, before nothing happens any more, that break it."""
     steps = simplest(
         STEPS, lambda n: (n // 2, n - n // 8 - 1), lambda n: breaks(Game(seed).play, n)
     )

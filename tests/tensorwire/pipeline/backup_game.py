@@ -572,7 +572,7 @@ def check_game(seed: int) -> str:
 
 
 def shorten_game(seed: int) -> str:
-    """How few faults break the game of a seed."""
+    """The fewest faults that break the game of a seed."""
     faults = simplest(
         5, lambda n: range(n), lambda n: breaks(lambda most: Game(seed, most).play(), n)
     )

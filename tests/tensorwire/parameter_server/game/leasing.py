@@ -30,7 +30,7 @@ class Leasing:
         self._deal = _UNKNOWN
         self._deals = _UNKNOWN
         self._account = Account()
-        """What it knows of files that are begun."""
+        """The positions of files that are begun, as far as it knows."""
         self._asked = 0
 
     def forget(self) -> None:
