@@ -122,7 +122,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 def backward_with_sequel(
     context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool, sequel: bytes
 ) -> int:
-    """As :func:`backward`; other workers run the sequel when their gradients are complete.
+    """Runs :func:`backward`; other workers run the sequel when their gradients are complete.
 
     Returns:
         How many did; see ``sequels``.

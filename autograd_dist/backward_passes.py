@@ -71,7 +71,7 @@ class _OfContext:
 _GIVEN_UP = Failure("a backward pass was run in a handler that its caller gave up")
 
 _NO_PASSES = _OfContext()
-"""Of a context of which none is known; to look at only."""
+"""The passes of a context of which none is known; to look at only."""
 
 
 class BackwardPasses:
@@ -166,7 +166,7 @@ class BackwardPasses:
         return token.setdefault(_ANSWER, self._worker.future("an acknowledgement of gradients"))
 
     def close(self) -> None:
-        """Contexts that are dropped from now on may not be over: their requests are refused."""
+        """Refuses, from now on, requests of contexts that are dropped, as they may not be over."""
         self._closed = True
 
     def drop(self, context_id: int, error: Exception) -> None:
@@ -373,4 +373,4 @@ def _as_raised(failure: Failure, cause: BaseException | None) -> BaseException:
 
 
 def _never_called(error: Failure | None) -> None:
-    """Only a pass's root is told that it finished."""
+    """Raises: only a pass's root is told that it finished."""

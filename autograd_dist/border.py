@@ -102,7 +102,7 @@ class _Constant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> None:
-        """Nothing is behind it."""
+        """Does nothing, as nothing is behind it."""
 
 
 def _constant_like(leaf: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class _User(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Any tensor will do."""
+        """Returns any tensor."""
         return torch.empty((), device="cpu")
 
 

@@ -72,7 +72,7 @@ def is_of_life(context_id: int, incarnation: int) -> bool:
 
 
 def lives_after(context_id: int, incarnation: int) -> int:
-    """Counts the lives of its creator from that one to a context's creation; negative: before."""
+    """Counts the creator's lives from that one to a context's creation; negative: before."""
     after = ((context_id >> _LIFE_SHIFT) - incarnation) % _MOST_LIVES
     return after if after < _MOST_LIVES // 2 else after - _MOST_LIVES
 
@@ -237,7 +237,7 @@ class ContextTable:
         return None
 
     def _is_over(self, context_id: int) -> bool:
-        """True if a context that is not here was. Needs the lock."""
+        """True if a context that is not here existed once. Needs the lock."""
         return context_id in self._released or context_id >> _CREATOR_SHIFT == self._me
 
     def release(self, context_id: int) -> DistAutogradContext | None:

@@ -42,7 +42,7 @@ def current_run() -> EngineRun | None:
 
 
 def innermost_run() -> EngineRun | None:
-    """The same, but None in one that a hook or function of the run started.
+    """Returns the run as :func:`current_run` does, but None in one that a hook or function started.
 
     Of a run that does not begin at the beacon, those cannot be told from it.
     """
@@ -74,7 +74,7 @@ class running:
         _set(_SLOT, self)
 
     def __enter__(self) -> None:
-        """It began when it was made."""
+        """Returns it; it began when it was made."""
 
     def __exit__(self, *_: object) -> None:
         self.end()

@@ -215,7 +215,7 @@ class AutogradExtension:
             self.release(context_id, told_by)
 
     def _take_in(self, worker: int, context_ids: Sequence[int]) -> Iterator[int]:
-        """Will tell a worker when contexts of ours are over; those that are already."""
+        """Notes whom to tell when contexts of ours are over; returns those that are already."""
         for context_id in context_ids:
             try:
                 self.contexts.find(context_id).add_worker(worker)
@@ -285,7 +285,7 @@ class AutogradExtension:
 def _record_sent(
     context: DistAutogradContext, tensors: Sequence[torch.Tensor]
 ) -> tuple[int, list[int]]:
-    """Notes which tensors of a message may get gradients; the number under which, and these."""
+    """Notes which tensors of a message may get gradients; returns its number, and these."""
     positions: list[int] = []
     sent: list[SentTensor] = []
     for position, tensor in enumerate(tensors):
@@ -313,7 +313,7 @@ def _attach_received(
 def _note_refusal(
     worker: int, context_ids: Sequence[int], _: object, error: Exception | None
 ) -> None:
-    """Nothing depends on the answer, but people may want to know what keeps memory."""
+    """Logs an error, for people who want to know what keeps memory; nothing depends on it."""
     if isinstance(error, _GONE):
         _log.debug("worker %d does not say that it took news of contexts: %s", worker, error)
     elif error is not None:

@@ -88,12 +88,12 @@ class GradFields:
             raise _timed_out() from None
 
     def _are_free(self, use: Use) -> bool:
-        """Needs the lock."""
+        """True if nobody else uses these leaves. Needs the lock."""
         me, user_of = threading.get_ident(), self._user_of
         return all(user_of.get(leaf, me) == me for leaf in use.wanted)
 
     def _note(self, use: Use) -> None:
-        """Needs the lock."""
+        """Notes the uses of leaves. Needs the lock."""
         use.taken.update(use.wanted - self._user_of.keys())
         self._user_of.update(dict.fromkeys(use.taken, threading.get_ident()))
 
@@ -107,7 +107,7 @@ class GradFields:
                 self._changed.notify_all()
 
     def _look_again(self) -> None:
-        """Somebody who waits may have to no more."""
+        """Wakes those who wait, of whom some may have to no more."""
         with self._lock:
             self._changed.notify_all()
 

@@ -45,7 +45,7 @@ class Home(Generic[R]):
             self._worker.wake()
 
     def close(self, result: R) -> None:
-        """There is no more to do."""
+        """Ends the thread's work, as there is no more to do."""
         self._results.append(result)
         self._work.append(None)
         self._woken.put(None)

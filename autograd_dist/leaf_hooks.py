@@ -21,7 +21,7 @@ _world = torch.distributed.distributed_c10d._world if torch.distributed.is_avail
 
 
 def accumulation_is_observed(leaves: Sequence[Node]) -> bool:
-    """True if anything would notice if torch did not accumulate these leaves' gradients."""
+    """True if anything would notice that torch did not accumulate these leaves' gradients."""
     if _world is not None and _world.default_pg is not None:
         # There is a process group, so that DistributedDataParallel may hang on the nodes from
         # C++, out of sight.

@@ -121,7 +121,7 @@ class LocalPass:
                 self._contribute(fresh, gradient)
 
     def add_gradients(self, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of a message sent from here arrived; None for a tensor without one.
+        """Takes the gradients of a message sent from here; None for a tensor without one.
 
         They may have come by way of another device than that of the tensor.
 
@@ -140,7 +140,7 @@ class LocalPass:
                     self._contribute(fresh, gradient)
 
     def resolve_without_gradient(self, message_id: int) -> None:
-        """No gradient will come for a message sent from here: its output went unused."""
+        """Notes that no gradient comes for a message sent from here: its output went unused."""
         self._answer(message_id)
 
     def run_wave(self) -> None:
@@ -176,12 +176,12 @@ class LocalPass:
         return self._received_behind(self.contributions)
 
     def reach_of_send(self, message_id: int, positions: Iterable[int]) -> dict[Origin, set[int]]:
-        """The same for gradients of some of the tensors of a message sent from here."""
+        """The messages and tensors that gradients of a message sent from here lead to."""
         edges = [self._sends[message_id][p].edge for p in positions]
         return self._received_behind((edge.node, edge.output_nr) for edge in edges)
 
     def received_gradients(self, origin: Origin, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called by recv nodes as the engine executes them.
+        """Takes the gradients of a received message; called as the engine executes recv nodes.
 
         Raises:
             RuntimeError: another run executes them, which a function or hook of this one started.
@@ -193,7 +193,7 @@ class LocalPass:
         self._deliver(origin, list(gradients), not self._awaited)
 
     def give_up(self) -> None:
-        """The pass is over: a wave does not wait for leaves that others use.
+        """Ends the pass: a wave does not wait for leaves that others use.
 
         May be called from any thread, unlike the rest.
         """

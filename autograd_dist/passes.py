@@ -218,14 +218,14 @@ class Participant(Generic[P, T]):
     # --- Events
 
     def start(self) -> list[Effect]:
-        """The root worker's roots are in place; the first wave may run."""
+        """Begins the pass at the root worker, whose roots are in place: the first wave may run."""
         self._is_working = True
         return [_FIRST_WAVE]
 
     def received(
         self, token: T, request: Request, payload: P | None = None, asker: int | None = None
     ) -> list[Effect]:
-        """A request arrived.
+        """Takes a request that arrived.
 
         Args:
             token: names it when it is acknowledged.
@@ -249,7 +249,7 @@ class Participant(Generic[P, T]):
         return effects + self._proceed()
 
     def gradients_ready(self, origin: Origin, payload: P, *, may_wait: bool) -> list[Effect]:
-        """The running wave completed the gradients of a received message.
+        """Sends the gradients of a received message, which the running wave completed.
 
         Args:
             origin: the message.
@@ -266,7 +266,7 @@ class Participant(Generic[P, T]):
         return [new_tuple(Send, (origin.sender, request, payload))]
 
     def wave_finished(self, is_stuck: bool, resolved: int, stepped: int = 0) -> list[Effect]:
-        """The wave is over.
+        """Takes note that the wave is over.
 
         Args:
             is_stuck: gradients are waiting here.
@@ -281,7 +281,7 @@ class Participant(Generic[P, T]):
         return self._proceed()
 
     def reach_found(self, reach: Mapping[Origin, Iterable[int]]) -> list[Effect]:
-        """The exploration is over: messages, and which of their tensors, that are reached."""
+        """Takes the messages, and their tensors, that an exploration has reached."""
         self._is_working = False
         effects: list[Effect] = []
         if self._error is None and not self.is_over:
@@ -291,7 +291,7 @@ class Participant(Generic[P, T]):
         return effects + self._proceed()
 
     def acknowledged(self, ack: Ack, returned: Returned | None = None) -> list[Effect]:
-        """One of this worker's requests was acknowledged, maybe with gradients."""
+        """Takes the acknowledgement of one of this worker's requests, maybe with gradients."""
         self._owed -= 1
         self._newly_stuck += ack.stuck
         self._newly_resolved += ack.resolved
@@ -303,7 +303,7 @@ class Participant(Generic[P, T]):
         return self._proceed()
 
     def failed(self, error: Failure) -> list[Effect]:
-        """The wave raised, or a request could not be delivered."""
+        """Fails the pass: the wave raised, or a request could not be delivered."""
         self._is_working = False
         if self._error is not None or self.is_over:
             return []
@@ -315,12 +315,12 @@ class Participant(Generic[P, T]):
         return [Acknowledge(self._disengage(), Ack(error=error))] if self._parent else []
 
     def abandoned(self) -> list[Effect]:
-        """The pass is over, or its root is gone; nobody waits for a result."""
+        """Ends the pass, which is over or whose root is gone; nobody waits for a result."""
         self.is_over = True
         return [Acknowledge(self._disengage(), _NOTHING_NEW)] if self._parent else []
 
     def dropped(self, why: Callable[[], Failure]) -> list[Effect]:
-        """The context is over, and with it the pass: whoever waits for its end learns why."""
+        """Ends the pass with its context: whoever waits for its end learns why."""
         is_awaited = (self._is_root or self._parent) and not self.is_over
         effects = self.failed(why()) if is_awaited else []
         self.is_over = True
@@ -407,7 +407,7 @@ class Participant(Generic[P, T]):
         return self._parent.pop()
 
     def _quiescent(self) -> list[Effect]:
-        """At the root: nothing happens anywhere, so this is the moment to decide what is next."""
+        """Decides, at the root, what is next at a moment when nothing happens anywhere."""
         resolved = self._newly_resolved
         self._stuck_known += self._newly_stuck
         self._newly_stuck = self._newly_resolved = 0

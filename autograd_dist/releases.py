@@ -76,4 +76,4 @@ class Releases:
 
 
 def _nothing_waits() -> None:
-    """Nobody waits for the queue to become empty."""
+    """Does nothing, as nobody waits for the queue to become empty."""

@@ -37,7 +37,7 @@ def retained_is_kept(run: EngineRun, nodes: Iterable[Node]) -> ExitStack:
 
 
 def retained_is_kept_on_the_way(run: EngineRun, nodes: Iterable[Node]) -> ExitStack:
-    """The same, of nodes that execute with what would have been retained."""
+    """Does so for nodes that execute with what would have been retained."""
     known = list(nodes)
     stack = retained_is_kept(run, known)
     for node in known:
@@ -79,7 +79,7 @@ class _Screen:
 
 
 def _screen_of(node: Node) -> _Screen:
-    """The node's own, made at the first use: torch never removes such a hook."""
+    """The screen of a node, made at the first use: torch never removes such a hook."""
     known: _Screen | None = node.metadata.get(_KEY)
     if known is not None:
         return known

@@ -35,7 +35,7 @@ def new_name() -> bytes:
 
 
 def new_sequel(name: bytes) -> bytes:
-    """The sequel of one pass, with which the work of that name is done once."""
+    """Makes the sequel of one pass, with which the work of that name is done once."""
     return name + secrets.token_bytes(_NUMBER_BYTES)
 
 

@@ -83,7 +83,7 @@ def encode_call(
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Contexts are over; the receiver tells the workers it knows."""
+    """News that contexts are over; the receiver tells the workers it knows."""
 
     context_ids: tuple[int, ...]
 
@@ -291,7 +291,7 @@ def _decoded(data: bytes) -> str:
 
 
 def gather(gradients: Sequence[torch.Tensor | None]) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
-    """A message's gradients as they travel: which there are, and these. See :func:`spread`."""
+    """Returns a message's gradients as they travel: which there are, and these."""
     present: list[bool] = []
     tensors: list[torch.Tensor] = []
     for gradient in gradients:

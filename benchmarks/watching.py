@@ -1,4 +1,4 @@
-"""What it costs a job to be looked at: ``python -m benchmarks.watching --help``.
+"""The cost for a job of being looked at: ``python -m benchmarks.watching --help``.
 
 Counts what a worker does for one answer, which an open page asks for once a second. Then trains
 the tutorial's click-through model on one server with one trainer, by turns while somebody looks,

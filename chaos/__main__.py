@@ -19,7 +19,7 @@ _VARYING_DESCRIPTORS = {"TENSORPIPE": 4, "TENSORWIRE": 8}
 for each other at the same time keep the connections of both, two descriptors more."""
 
 _VARYING_THREADS = 8
-"""As many handlers may run at once as others have calls under way."""
+"""Handlers that may run at once: as many as others have calls under way."""
 
 
 def run(settings: Settings, seconds: float, seed: int) -> Report:

@@ -48,7 +48,7 @@ def from_each(
 
 
 def from_one(what: str, owner: rpc.WorkerInfo, ask: Callable[[rpc.WorkerInfo], T]) -> T:
-    """The same for a single owner, whom ``ask`` waits for; needs no future.
+    """Asks a single owner, whom ``ask`` waits for; needs no future.
 
     Args:
         what: is asked for, for errors.

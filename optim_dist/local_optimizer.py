@@ -124,7 +124,7 @@ class LocalOptimizer:
         return self.optim
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is for looking at, such as for the ``state_dict()`` of its ``optim``."""
+        """Makes a copy to look at, such as for the ``state_dict()`` of its ``optim``."""
         return {"optim": self.optim}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class LocalOptimizer:
         self._shadows, self._grad_fields = Shadows(()), GradFields()
 
     def _others(self) -> list[torch.Tensor]:
-        """The tensors it optimizes and nothing stands for, such as what was added to it later."""
+        """The tensors that it optimizes without a stand-in, such as those added to it later."""
         groups = getattr(self.optim, "param_groups", ({"params": self._shadows.tensors},))
         return self._shadows.without(groups)
 

@@ -100,7 +100,7 @@ class DistributedOptimizer(StateAcrossOwners):
         self._lives = {owner: life_of(owner) for owner in by_owner}
 
     def recover(self, modules: Sequence[RemoteModule]) -> None:
-        """Goes on with modules that were made again of their backups.
+        """Goes on with modules that were made again from their backups.
 
         The local optimizers of lost workers are made anew where the modules are now, with the
         state that they had after the step that the backups have.
@@ -185,7 +185,7 @@ class DistributedOptimizer(StateAcrossOwners):
     def backward_and_step(
         self, context_id: int, losses: Sequence[torch.Tensor], retain_graph: bool = False
     ) -> None:
-        """Runs the backward pass and steps: as ``autograd_dist.backward``, then :meth:`step`.
+        """Runs the backward pass and steps: ``autograd_dist.backward``, then :meth:`step`.
 
         Parameters become the same, bit for bit, in one exchange of messages less: an owner
         steps as soon as its own gradients are complete, and answers both at once. Nothing can
@@ -231,7 +231,7 @@ class DistributedOptimizer(StateAcrossOwners):
             )
 
     def _with_names_of_stepped(self, error: Exception, context_id: int, sequel: bytes) -> Exception:
-        """The same error, which also says which owners had stepped."""
+        """Returns the same error, which also says which owners had stepped."""
         owners = [optimizer.owner() for optimizer in self.remote_optimizers]
         asked = [(owner, _has_stepped_at(owner, context_id, sequel)) for owner in owners]
         answers = [(owner.name, _answer_of(future)) for owner, future in asked]

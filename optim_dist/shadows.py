@@ -111,6 +111,6 @@ class _Shadow:
 
 
 def _can_have_one(parameter: Any) -> bool:
-    """Not what torch refuses, nor what tells for itself where its elements are."""
+    """False for what torch refuses, and for what tells for itself where its elements are."""
     plain = type(parameter) in (torch.Tensor, Parameter)
     return plain and parameter.is_leaf and parameter.layout is torch.strided

@@ -114,7 +114,7 @@ class StateAcrossOwners:
         return self._groups
 
     def _send_groups(self) -> None:
-        """Tells the owners of hyperparameters that were changed."""
+        """Tells the owners of hyperparameters that were changed, with their next step."""
         assert self._groups is not None
         if (changed := self._groups.changed()) is not None:
             arguments = [(changed,)] * len(self._positions)

@@ -25,7 +25,7 @@ from rpc import extend
 _logger: Final = logging.getLogger("rpc")
 
 States = Mapping[bytes, Mapping[str, Mapping[str, Any]]]
-"""For each optimizer, what it keeps for each parameter, by the parameter's name."""
+"""The state that each optimizer keeps for each parameter, by the parameter's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class _Modules:
         return extend.worker_state("remote_module.backups", cls)
 
     def of(self, parameters: Sequence[Any]) -> Iterator[tuple[nn.Module, _Backed]]:
-        """Those that have some of these parameters."""
+        """The modules that have some of these parameters."""
         ids = set(map(id, parameters))
         with self.lock:
             everything = list(self.backed.items())

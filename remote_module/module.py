@@ -29,7 +29,7 @@ from rpc import extend
 from rpc.extend import import_remedy, require_arguments
 
 SECONDS_TO_HEAR: Final = 5.0
-"""For the loss of a worker to become known, of which a call has failed already."""
+"""Seconds for the loss of a worker to become known, of which a call has failed already."""
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -217,7 +217,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         self._attach(self._create())
 
     def recover(self, backup: str | None = None) -> None:
-        """Makes the module of its backup, where that is, after its owner was lost.
+        """Makes the module from its backup, at the backup's worker, after its owner was lost.
 
         It is as after the last step of a ``DistributedOptimizer`` that returned, or of the one
         that failed, and so is what ``DistributedOptimizer.recover`` takes over for it. Only this
@@ -338,7 +338,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Like ``forward``."""
+        """Calls the module, as ``forward`` does."""
         if "_forward_hooks" in vars(self):
             return super().__call__(*args, **kwargs)
         # A handle that came over RPC has no state of a local module, and so no hooks.
@@ -494,7 +494,7 @@ def _dropped(name: str) -> str:
 
 
 def _lives_on(life: extend.Life) -> bool:
-    """False once it is known that a life is over: a call may fail shortly before that."""
+    """False once a life is known to be over: a call may fail shortly before that."""
     deadline, heard = time.monotonic() + SECONDS_TO_HEAR, threading.Event()
     forget = extend.on_membership(lambda _: heard.set())
     try:

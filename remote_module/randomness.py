@@ -54,7 +54,7 @@ class RandomState:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, random numbers come from a seed; afterwards as if nothing had been drawn."""
+    """Draws random numbers from a seed in the block; afterwards as if nothing had been drawn."""
     with _generators:
         before = RandomState.now(device)
         torch.default_generator.manual_seed(seed)
@@ -68,14 +68,14 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(device: torch.device) -> Iterator[RandomState]:
-    """Inside, random numbers come as ever; yields the state from which they come."""
+    """Draws random numbers as ever in the block; yields the state from which they come."""
     with _generators:
         yield RandomState.now(device)
 
 
 @contextlib.contextmanager
 def replayed(state: RandomState, device: torch.device) -> Iterator[None]:
-    """Inside, the same numbers come as after ``state``; afterwards as if none had been drawn."""
+    """Draws the same numbers as after ``state`` in the block; afterwards as if none were drawn."""
     with _generators:
         before = RandomState.now(device)
         state.restore(device)

@@ -62,7 +62,7 @@ def __setstate__(self, state: int) -> None:
 
 
 def _begun(call: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-    """A future of ``call`` itself, done when that is.
+    """Returns a future of ``call`` itself, done when that is.
 
     TorchScript passes on what a future holds but not its error, if that was set in Python.
     """

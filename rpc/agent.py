@@ -69,7 +69,7 @@ _logger = logging.getLogger("rpc")
 _SYSTEM_THREADS = 4
 _SECONDS_BETWEEN_STARTS = 1.0
 _SECONDS_IN_HASTE = 0.3
-"""Seconds that handlers get to end in when they are not waited for."""
+"""Seconds that handlers get to end in when a shutdown does not wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class Agent(process_forks.ForkAware):
         self._lend_methods()
 
     def _lend_methods(self) -> None:
-        """Gives methods of a worker's parts as its own: calls need not pass here."""
+        """Offers methods of the worker's parts as its own, so that calls need not pass here."""
         caller, directory, group, report = self.caller, self.directory, self.group, self.report
         self.rpc_sync, self.rpc_async = caller.rpc_sync, caller.rpc_async
         self.remote, self.later = caller.remote, caller.later
@@ -227,7 +227,7 @@ class Agent(process_forks.ForkAware):
 
     @property
     def transport(self) -> Transport:
-        """Moves its frames."""
+        """The transport that moves its frames."""
         return self._shared.transport
 
     @transport.setter
@@ -279,7 +279,7 @@ class Agent(process_forks.ForkAware):
                 self._add_peer(peer)
 
     def _start_watch(self) -> None:
-        """Begins to give signs of life, and to ask for them; what cannot be is logged."""
+        """Begins to give and to ask for signs of life; logs what cannot be begun."""
         if self.watch is None:
             return
         try:
@@ -297,12 +297,12 @@ class Agent(process_forks.ForkAware):
         self.timers.at(self.clock.now() + _SECONDS_BETWEEN_STARTS, executor.try_again)
 
     def add_peer(self, peer: Peer) -> None:
-        """A worker joined, or came back in a new life; if this raises, it is not known."""
+        """Makes a worker known that joined, or came back in a new life; not if this raises."""
         with self.inbound.early.held_back():
             self._add_peer(peer)
 
     def _add_peer(self, peer: Peer) -> None:
-        """The transport comes first: whoever finds the peer in the group can reach it.
+        """Adds a peer, first to the transport: whoever finds it in the group can reach it.
 
         A worker that was declared lost takes in nobody.
         """
@@ -422,7 +422,7 @@ class Agent(process_forks.ForkAware):
         return transport.device_map(worker.id) if isinstance(transport, MapsDevices) else {}
 
     def _get_device_map(self, to: Destination) -> dict[torch.device, torch.device]:
-        """The same under the name that programs of the original know."""
+        """Another name of :meth:`device_map`, which programs of the original use."""
         return dict(self.device_map(to))
 
     def why_lost(self, worker: WorkerInfo) -> WorkerLostError | None:
@@ -448,7 +448,7 @@ class Agent(process_forks.ForkAware):
         self.completions.submit(partial(self.worker_loss.expelled, reason))
 
     def give_up(self, reason: str) -> None:
-        """Takes this worker for lost, by way of the group's list: so the others hear of it."""
+        """Declares this worker lost through the group's member list, so that others learn of it."""
         if self.membership is None:
             self.take_as_expelled(reason)
         else:
@@ -482,7 +482,7 @@ class Agent(process_forks.ForkAware):
         return self.watch is not None and self.watch.reached_few(self.clock.now())
 
     def doubt(self, life: Life, until: float) -> None:
-        """Asks one that was lost whether it lives; if it does, takes this worker for lost."""
+        """Asks a worker that was lost if it lives; if it does, takes this worker for lost."""
         if self.watch is not None:
             self.watch.doubt(life, until)
 
@@ -530,5 +530,5 @@ class Agent(process_forks.ForkAware):
         self.references.release_all_users()
 
     def activity_changed(self) -> None:
-        """Something ended that a graceful shutdown may be waiting for."""
+        """Notes the end of something that a graceful shutdown may be waiting for."""
         self.group_shutdown.activity_changed()

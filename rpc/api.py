@@ -339,7 +339,7 @@ def remote(
 
 
 def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
-    """A function that calls the method of an :class:`RRef` which has this name now.
+    """Makes a function that calls the method of an :class:`RRef` with this name.
 
     The original makes the methods of its ``RRef`` so, out of those of its ``PyRRef``.
 
@@ -360,7 +360,7 @@ def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any
 
 
 new_method = method_factory("to_here", RRef.to_here.__doc__)
-"""The last of the methods that the original makes."""
+"""The one method that is left of those that the original makes in this way."""
 
 
 def get_worker_info(
@@ -413,7 +413,7 @@ def workers(prefix: str | None = None) -> list[WorkerInfo]:
 
 
 def on_membership(callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
-    """From now on, tells ``callback`` of every worker that joins, leaves, is lost or returns.
+    """Tells ``callback`` from now on of every worker that joins, leaves, is lost or returns.
 
     Events come one after the other, on a thread that the callback may block. One of
     this worker's own says that the others declared it lost.
@@ -522,7 +522,7 @@ _OWN_STEP = _wait_all_workers
 
 
 def _wait_as_replaced(agent: Agent, timeout: float) -> None:
-    """Waits in the way that a program put in the place of ours."""
+    """Waits by the function that a program put in the place of ours."""
     try:
         _wait_all_workers(timeout)
     except BaseException:

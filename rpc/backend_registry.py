@@ -90,7 +90,7 @@ def _by_name(name: str) -> BackendType:
 
 
 def ours(backend: object) -> BackendType:
-    """``backend``, or ours of that name if it is a member of torch's ``BackendType``.
+    """Returns ``backend``, or ours of the same name for a member of torch's ``BackendType``.
 
     Raises:
         TypeError: it is something else.

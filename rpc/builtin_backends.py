@@ -79,7 +79,7 @@ def store_key(options: RpcBackendOptions) -> bytes:
 
 
 def _default_name() -> str:
-    """TENSORWIRE; on a host with InfiniBand, says once how torch's TensorPipe is chosen."""
+    """Returns TENSORWIRE; on a host with InfiniBand, logs once how to choose torch's TensorPipe."""
     adapters = sorted(path.name for path in _INFINIBAND.glob("*"))
     if adapters and tensorpipe_available():
         _logger.info(
@@ -160,7 +160,7 @@ def _check_own_devices(name: str, options: TensorPipeRpcBackendOptions) -> None:
 
 
 def _check_device_maps(records: list[Record]) -> None:
-    """Checks those of a whole static group, or of two members of a dynamic one."""
+    """Checks the device maps of a static group, or of two members of a dynamic one."""
     validate_device_maps(
         {
             record.name: DeviceInfo.from_json(json.loads(record.address)["devices"])

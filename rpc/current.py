@@ -34,9 +34,9 @@ class Process:
     agent: Any = None
     lock = threading.RLock()  # a signal handler may shut down
     joining: bool = False
-    """A thread is in ``init_rpc``."""
+    """True while a thread is in ``init_rpc``."""
     joined: bool = False
-    """``init_rpc`` was called, however it ended."""
+    """True once ``init_rpc`` was called, however it ended."""
     parent: str = ""
     """The worker that this process was forked from."""
     store: Store | None = None
@@ -83,7 +83,7 @@ def leaving(agent: Any) -> Iterator[bool]:
 
 
 def forked_from(agent: Any) -> None:
-    """This process is a forked child of the agent's: here nothing belongs to it any more."""
+    """Notes that this process is a forked child of the agent's: nothing here belongs to it."""
     _of_context.set(None)
     if Process.agent in (agent, None):
         Process.agent, Process.parent = None, agent.info.name
@@ -93,7 +93,7 @@ class _KeptStore(process_forks.ForkAware):
     """The kept store, whose threads a forked child does not have, but would join."""
 
     def after_fork_in_child(self) -> None:
-        """It is the parent's, also after the parent has left its group."""
+        """Leaves the store to the parent, and keeps it from being freed here."""
         process_forks.keep_for_good(Process.store)
         Process.store = None
 

@@ -57,7 +57,7 @@ class DeviceInfo:
 
 
 def as_device(device: DeviceLike) -> torch.device:
-    """A number means that CUDA device; text and ``torch.device`` mean themselves.
+    """Returns the device that is meant: a number means that CUDA device.
 
     Raises:
         TypeError: it is none of these.
@@ -127,7 +127,7 @@ def note_host_moves(
 
 
 def reverse(device_map: Mapping[torch.device, torch.device]) -> DeviceMap:
-    """The map that replies follow."""
+    """The inverse of a device map, which replies follow."""
     return {target: source for source, target in device_map.items()}
 
 

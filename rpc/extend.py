@@ -155,7 +155,7 @@ T = TypeVar("T")
 
 
 def find_worker() -> Worker | None:
-    """As :func:`worker`, but None where there is no current worker."""
+    """Returns the current worker as :func:`worker` does, or None where there is none."""
     agent = find_agent()
     found: Worker | None = None if agent is None else agent.worker
     return found
@@ -325,7 +325,7 @@ def store(namespace: str) -> KeyValueStore:
 
 
 def key_values(group_store: Store, group_key: bytes, namespace: str) -> KeyValueStore:
-    """The same for a process that is no worker, such as a launcher.
+    """The group's store for a process that is no worker, such as a launcher; see :func:`store`.
 
     Args:
         group_store: where the group meets: any store of torch's, or a :class:`StoreClient`.

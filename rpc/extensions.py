@@ -34,7 +34,9 @@ def run_distributed_backward(
 
 
 Answer = bytes | tuple[Any, ...]
-"""To a message of an extension: bytes, or a tuple of bytes and the tensors that go with them."""
+"""The answer to a message of an extension: bytes, or a tuple of bytes and the tensors that go with
+them.
+"""
 
 
 class CallExtension(Protocol):
@@ -83,15 +85,16 @@ class CallExtension(Protocol):
         """Counts worth showing in ``rpc.debug_info()``; what it raises is shown in their place."""
 
     def close(self) -> None:
-        """The agent is shutting down."""
+        """Releases everything, as the agent is shutting down."""
 
 
 class ObservedHandler(Protocol):
     """Looks at one handler, from before it is called until what it makes is there."""
 
     def ended(self, error: BaseException | None) -> None:
-        """It returned, or raised ``error``; if it returned a future or a coroutine, that has.
-        Runs once, on any thread."""
+        """Called once, on any thread, when it returned or raised ``error``; if it returned a future
+        or a coroutine, when that has.
+        """
 
 
 class ObservedCall(ObservedHandler, Protocol):

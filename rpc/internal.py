@@ -26,7 +26,7 @@ _leaving: contextvars.ContextVar[list[OutOfBandHandle] | None] = contextvars.Con
 _arrived: contextvars.ContextVar[Sequence[OutOfBandHandle]] = contextvars.ContextVar(
     "rpc_references_arrived", default=()
 )
-"""Those of the call that is put together again."""
+"""The references of the call that is put together again."""
 
 
 class RPCExecMode(enum.Enum):
@@ -102,7 +102,7 @@ def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
 def serialize_call(
     pickler: _InternalRPCPickler, call: PythonUDF
 ) -> tuple[bytes, list[torch.Tensor], list[OutOfBandHandle]]:
-    """At the caller: a call as a pickler of the program's own serializes it.
+    """Serializes a call, at the caller, as a pickler of the program's own does it.
 
     Returns:
         What :func:`run_serialized` takes; the references in it travel as they are.
@@ -141,7 +141,7 @@ def _serialized_by(pickler: object, found: object) -> tuple[bytes, list[torch.Te
 def run_serialized(
     binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[OutOfBandHandle] = ()
 ) -> Any:
-    """At the callee: runs a call that a pickler of the program's own serialized.
+    """Runs, at the callee, a call that a pickler of the program's own serialized.
 
     It bears the mark for ``retry=``; whether the function does, its caller looked.
     """
@@ -162,7 +162,7 @@ def run_serialized(
 def run_serialized_async(
     binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[OutOfBandHandle] = ()
 ) -> torch.futures.Future[Any]:
-    """The same for a function whose future's value is the result."""
+    """Runs such a call of a function whose future's value is the result."""
     future: torch.futures.Future[Any] = run_serialized(binary_data, tensor_table, references)
     return future
 

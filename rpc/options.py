@@ -31,7 +31,7 @@ _TRANSPORTS: Final = frozenset({"ibv", "shm", "uv"})
 _CHANNELS: Final = frozenset(
     {"basic", "cma", "cuda_basic", "cuda_gdr", "cuda_ipc", "cuda_xth", "mpt_uv"}
 )
-"""By torch's names: what some build of it has. Not every build, nor host, has each."""
+"""Channels that some build of torch has, by torch's names; not every build, nor host, has each."""
 
 
 class WhenFull(enum.Enum):

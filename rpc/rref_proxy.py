@@ -1,3 +1,3 @@
-"""The name under which ``torch.distributed.rpc`` has it."""
+"""Another name of ``rpc.rrefs.rref_proxy``: where ``torch.distributed.rpc`` has ``RRefProxy``."""
 
 from rpc.rrefs.rref_proxy import RRefProxy as RRefProxy

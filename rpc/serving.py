@@ -277,7 +277,7 @@ def _leave_static_group(end: _End) -> None:
 
 
 def _leave_dynamic_group() -> None:
-    """Others may go on calling this worker, so it does not wait for ever to be quiet."""
+    """Leaves without waiting for ever to be quiet, as others may go on calling this worker."""
     try:
         api.shutdown(timeout=_SECONDS_TO_LEAVE)
     except RpcTimeoutError as error:

@@ -212,7 +212,7 @@ class Worker:
         *,
         awaited: bool = False,
     ) -> None:
-        """As :meth:`message`, with tensors, no limit of time and no future.
+        """Sends a message like :meth:`message`, with tensors, no limit of time and no future.
 
         Args:
             to: the worker's id.

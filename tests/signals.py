@@ -26,7 +26,7 @@ def freeze(pid: int) -> None:
 
 
 def _state(thread: Path) -> str:
-    """As in ``man 5 proc``; its name, which comes before, is in parentheses."""
+    """The state of ``man 5 proc``; the name, which comes before, is in parentheses."""
     try:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

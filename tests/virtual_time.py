@@ -28,7 +28,7 @@ class SteadyClock(VirtualClock):
         self.awakenings = 0
 
     def wait(self, alarm: Alarm, deadline: float | None) -> None:
-        """As in the base class; whoever wakes is awake from the moment that there is cause to."""
+        """Waits; a thread that wakes counts as awake from the moment that there is cause to."""
         with self._lock:
             self._threads[alarm] = threading.current_thread()
             self._asleep[alarm] = deadline

@@ -23,8 +23,8 @@ _RETURNS: Final = {
     "--start-method fork": ("--start-method", "fork"),
 }
 _SECONDS_BEFORE_A_KILL: Final = 15.0
-"""Who dies more than 10 s after its start is started again without a pause; warm processes are
-ready by then, too."""
+"""More than the 10 s after which a worker that dies is started again without a pause; warm
+processes are ready by then, too."""
 
 
 def training(options: argparse.Namespace) -> None:

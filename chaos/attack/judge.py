@@ -16,7 +16,7 @@ from chaos.attack.training import SERVERS, TRAINERS, train
 from rpc.testing import as_worker, local_group
 
 _MOST_STORE_MB = 200
-"""As SECURITY.md has it."""
+"""The bound that SECURITY.md gives."""
 _MIB = 1 << 20
 
 

@@ -96,7 +96,7 @@ def garbage(scene: Scene) -> None:
 
 
 class Evil:
-    """If anybody unpickles it, there is a file."""
+    """Leaves a file if anybody unpickles it."""
 
     def __init__(self, path: str) -> None:
         self._path = path

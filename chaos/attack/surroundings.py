@@ -70,7 +70,7 @@ def _kind(folder: Path) -> str:
 
 
 def doors(found: Sequence[Process]) -> Doors:
-    """Where these processes listen."""
+    """The ports and names at which these processes listen."""
     inodes = {inode for each in found for inode in _sockets(each.pid)}
     tcp = {port for state, port, inode in _rows("tcp") if state == _LISTENS and inode in inodes}
     udp = {port for _, port, inode in _rows("udp") if inode in inodes}

@@ -95,14 +95,14 @@ class FaultyAgent(Agent):
     transport: FaultyTransport
 
     def _lend_methods(self) -> None:
-        """Lends those that make calls so that they tell the transport what is called."""
+        """Wraps the methods that make calls, so that the transport learns what is called."""
         super()._lend_methods()
         call, self.remote = self._telling(self.rpc_async), self._telling(self.remote)
         self.rpc_async = call
         self.rpc_sync = lambda *args, **kwargs: call(*args, **kwargs).wait()
 
     def _telling(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
-        """A method of a caller, whose second argument is the function to call."""
+        """Wraps a method of a caller, whose second argument is the function to call."""
 
         def telling(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             func = args[1] if len(args) > 1 else kwargs["func"]
@@ -163,7 +163,7 @@ def _form(
     inner: Transport,
     agent: type[FaultyAgent],
 ) -> Agent:
-    """Joins as ``member``: where the group meets, who this is, its rank, how many there are."""
+    """Joins as ``member``: the group's store, this worker's name and rank, the world size."""
     transport = FaultyTransport(inner, options.faults, Callables())
     return form_group(backend, *member, options, transport, lambda records: None, agent)
 

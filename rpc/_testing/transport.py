@@ -1,4 +1,4 @@
-"""A transport that another one carries, with failed and late sendings by type of message.
+"""A transport over another one, in which messages of chosen types fail or come late.
 
 A message that is sent again when sending fails comes late, out of order and,
 if it is a notice, twice, as if the confirmation of a sending had been lost. A
@@ -59,7 +59,7 @@ class Faults:
         return cls(frozenset(fail), dict(delay), failures)
 
     def fails(self, kinds: set[str]) -> bool:
-        """True if the sending of such a frame fails."""
+        """True if sending such a frame fails."""
         return self.failures > 0 and not self.fail.isdisjoint(kinds)
 
     def seconds(self, kinds: set[str]) -> float:
@@ -176,7 +176,7 @@ class FaultyTransport:
 
 
 class _Late:
-    """A thread that does things at their time."""
+    """A thread that runs tasks at their time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

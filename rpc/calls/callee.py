@@ -171,7 +171,7 @@ class Callee:
         return found
 
     def cancel(self, caller: Life, correlations: Collection[int]) -> None:
-        """Nobody waits for the replies to these requests any more."""
+        """Cancels requests whose replies nobody waits for any more."""
         sender = caller.worker
         with self._lock:
             if self._living.get(sender) != caller:  # a later life counts its requests anew
@@ -187,7 +187,7 @@ class Callee:
             service.cancel()
 
     def worker_lost(self, sender: int) -> None:
-        """A worker is gone, and nobody waits for what is served for it."""
+        """Cancels what is served for a worker that is gone."""
         with self._lock:
             self._cancelled_early.worker_lost(sender)
             let_go = self._once.worker_lost(sender)
@@ -220,7 +220,7 @@ class Callee:
         return verdict is Verdict.RUN
 
     def ended_once(self, service: Service, result: object, error: BaseException | None) -> None:
-        """A request that may come more than once ran: answers all that came."""
+        """Answers all arrivals of a request that may come more than once, as it ran."""
         outcome = Outcome(service.method, result, error)
         with self._lock:
             waiters = self._once.ended(service.sender, service.number, service, outcome)
@@ -234,7 +234,7 @@ class Callee:
                 tracing.apart(waiter.answer, outcome)
 
     def _let_go_in_time(self) -> None:
-        """Frees the outcomes of such requests that are over, and comes back for the others."""
+        """Frees the outcomes of repeatable requests that are over; comes back for the others."""
         now = self._now()
         with self._lock:
             let_go = self._once.expire(now)
@@ -244,12 +244,12 @@ class Callee:
             self.shared.timers.at(now + _SECONDS_TO_LET_GO, self._let_go_in_time)
 
     def _release(self, outcomes: list[Outcome]) -> None:
-        """Lets them end where their destructors may make calls; they are no one else's."""
+        """Drops outcomes on a thread where their destructors may make calls."""
         if not all(outcome.runs_no_code() for outcome in outcomes):
             self.shared.completions.submit(outcomes.clear)
 
     def finished(self, service: Service) -> None:
-        """The reply to a request was sent, or need not be."""
+        """Notes that the reply to a request was sent, or need not be."""
         service.deadline = 0.0  # what it left running does nothing on the caller's behalf
         now, name = self._now(), service.method
         if name is UNDECODED:
@@ -269,7 +269,7 @@ class Callee:
             self.shared.shutdown.activity_changed()
 
     def leaving(self, service: Service) -> None:
-        """The reply to a traced request is about to be sent: its record is complete by then."""
+        """Completes the record of a traced request, whose reply is about to be sent."""
         now = self._now()
         with self._lock:
             since = self._serving.get(service, now)

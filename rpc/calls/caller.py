@@ -575,7 +575,7 @@ class Caller(OutstandingCalls):
 def _described(
     func: object, args: Sequence[Any], kwargs: dict[str, Any], error: EncodeError
 ) -> EncodeError:
-    """The same error, which says what part of the call cannot be sent."""
+    """Returns the same error, with the part of the call that cannot be sent in its text."""
     name = text_of(method_name(func, args))
     if func is call_method:
         args = args[2:]

@@ -1,4 +1,4 @@
-"""One-way messages on named channels: sends them, and hands them to who subscribed.
+"""One-way messages on named channels: sends them, and hands them to subscribers.
 
 Owns the handlers of one worker and the layout of a message's header. A message is a
 NOTICE frame with a header (control messages have none): ``version u8, length of the

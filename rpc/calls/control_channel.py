@@ -85,7 +85,7 @@ class ControlChannel:
                     self._sent[to.worker] -= len(messages)
 
     def joined(self, life: Life) -> None:
-        """A life of a worker can be sent to from now on."""
+        """Allows messages to a life of a worker from now on."""
         with self._lock:
             self._joined[life.worker] = life.incarnation
             for to in [to for to in self._early if to.worker == life.worker]:
@@ -104,7 +104,7 @@ class ControlChannel:
         self._send(to, sequence, [message])
 
     def _send(self, to: Life, sequence: int, messages: list[ControlMessage]) -> bool:
-        """False if the peer is gone; whoever needs to know hears of it as a lost worker."""
+        """Sends a batch; False if the peer is gone, which others learn of as a lost worker."""
         try:
             if self._group.life(to.worker) != to:
                 return False
@@ -128,22 +128,22 @@ class ControlChannel:
                 self._received[sender.worker] += counted
 
     def post_begins(self, to: int) -> None:
-        """A message of a channel is about to be sent, which a graceful shutdown waits for."""
+        """Counts a message of a channel before it is sent; a graceful shutdown waits for it."""
         with self._lock:
             self._sent[to] += 1
 
     def post_failed(self, to: int) -> None:
-        """It was not sent, after all."""
+        """Uncounts a message of a channel that was not sent."""
         with self._lock:
             self._sent[to] -= 1
 
     def post_handled(self, sender: Life) -> None:
-        """A message of a channel came, and its handler has ended."""
+        """Counts a message of a channel whose handler has ended."""
         with self._lock:
             self._received[sender.worker] += 1
 
     def forget(self, worker_id: int) -> None:
-        """A worker is gone: what was exchanged with it does not count any more."""
+        """Forgets what was exchanged with a worker that is gone; it does not count any more."""
         with self._lock:
             for life in [life for life in self._queued if life.worker == worker_id]:
                 del self._queued[life]

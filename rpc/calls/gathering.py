@@ -58,7 +58,7 @@ class GatheringId:
 
     @property
     def names(self) -> list[str]:
-        """Of those who take part."""
+        """The names of those who take part."""
         return [name for name, _ in self.members]
 
 
@@ -171,7 +171,7 @@ class Gatherings:
             raise first
 
     def begin(self, members: Members) -> tuple[GatheringId, AllGatherStates]:
-        """This worker takes part in the next gathering of these; :meth:`over` must follow."""
+        """Enters this worker into the next gathering of these; :meth:`over` must follow."""
         with self._lock:
             if self._closed is not None:
                 raise copy(self._closed)
@@ -186,7 +186,7 @@ class Gatherings:
             return min(open_, default=which.number)
 
     def bring(self, which: GatheringId, name: str, obj: Any, oldest: int = 0) -> None:
-        """At the leader: ``name`` has given its object.
+        """Takes, at the leader, the object that ``name`` gives.
 
         Args:
             which: to which gathering.
@@ -214,7 +214,7 @@ class Gatherings:
             raise copy(gone)
 
     def complete(self, which: GatheringId, objects: dict[str, Any]) -> None:
-        """At the others: the leader has all objects.
+        """Takes, at the others, all objects from the leader.
 
         Raises:
             RpcError: this worker did not wait for that any more.
@@ -270,13 +270,13 @@ class Gatherings:
             self._completions.submit(lambda: self._tell(which, came, told))
 
     def over(self, which: GatheringId) -> None:
-        """This worker has left a gathering, whatever came of it."""
+        """Notes that this worker has left a gathering, whatever came of it."""
         self.fail(which, RpcError("its wait was ended"))
         with self._lock:
             self._open.pop(which, None)
 
     def worker_lost(self, life: Life, error: WorkerLostError) -> None:
-        """A life of a worker is over: what would wait for it fails."""
+        """Fails what would wait for a life of a worker that is over."""
         me = self._me.name
         with self._lock:
             failed = [
@@ -329,7 +329,7 @@ class Gatherings:
         return which.number < self._numbers.get(which.members, 0)
 
     def _require_open(self, which: GatheringId) -> None:
-        """Needs the lock."""
+        """Raises if this worker cannot go on waiting for a gathering. Needs the lock."""
         if self._closed is not None:
             raise copy(self._closed)
         if which in self._open or not self._has_begun(which):
@@ -414,15 +414,15 @@ def _followers_timed_out(names: list[str], timeout: float, reason: str) -> RpcTi
 
 
 def take_object(which: GatheringId, name: str, obj: Any, oldest: int) -> None:
-    """At the leader: takes another worker's object."""
+    """Takes another worker's object, at the leader."""
     _here().bring(which, name, obj, oldest)
 
 
 def take_objects(which: GatheringId, objects: dict[str, Any]) -> None:
-    """At the others: takes the result."""
+    """Takes the result, at the others."""
     _here().complete(which, objects)
 
 
 def take_failure(which: GatheringId, error: RpcError) -> None:
-    """At the others: the leader gave up."""
+    """Takes the leader's news, at the others, that it gave up."""
     _here().fail(which, error)

@@ -1,4 +1,4 @@
-"""Takes what a worker's transport delivers, each frame and each loss, to whom it concerns.
+"""Hands the frames and losses that a worker's transport delivers to the parts they concern.
 
 Transports that look at the kind of a frame call the callee and the caller themselves. Here
 are control messages and losses, and what a transport leaves to others to look at.
@@ -82,7 +82,7 @@ class Inbound:
             self._noticed(sender, frame)
 
     def _noticed(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
-        """A control message, or one of a channel, which has a header.
+        """Takes a control message, or one of a channel, which has a header.
 
         Args:
             sender: who sent it.

@@ -124,7 +124,7 @@ class OutstandingCalls:
         return self._cancel(0, wanted)
 
     def _cancel(self, number: int, wanted: Callable[[Sink], bool]) -> bool:
-        """The same, with the number that the call likely has, so as not to look at all."""
+        """Cancels a call by the number that it likely has, else by looking through all."""
         with self._lock:
             likely = self._table.find(number)
             found: int | None = number
@@ -142,7 +142,7 @@ class OutstandingCalls:
         return True
 
     def creation_gone(self, fork: GlobalId, reason: BaseException) -> None:
-        """``remote()`` failed: what waits for its value through ``fork`` does so, too."""
+        """Fails what waits, through ``fork``, for the value of a ``remote()`` that failed."""
         with self._lock:
             found = [r.call_id for r in self._table.outstanding() if r.call.through == fork]
             calls = [ended.call for each in found if (ended := self._table.cancel(each))]
@@ -242,7 +242,7 @@ class OutstandingCalls:
         self._look_again(destinations)
 
     def _look_again(self, destinations: Iterable[int]) -> None:
-        """Calls to these workers ended; if their requests still wait, they are not sent."""
+        """Drops requests that still wait to be sent, as their calls to these workers ended."""
         for to in destinations:
             self._shared.transport.look_again(to)
 

@@ -139,7 +139,7 @@ class Retries:
         return tried
 
     def sync(self, call: RetriedCall, timeout: float, retry: Retry) -> Any:
-        """As :meth:`start`, and waits for the outcome; interrupted, it gives the call up."""
+        """Starts a call as :meth:`start` does, and waits; gives the call up if interrupted."""
         waiting = WaitingCaller()
         tried: list[RetriedSink] = []
 
@@ -165,7 +165,7 @@ class Retries:
         return tried
 
     def create(self, call: RetriedCall, timeout: float, retry: Retry) -> RRef[Any]:
-        """As :meth:`start`, for ``remote()``: returns the reference.
+        """Starts a ``remote()`` as :meth:`start` does; returns the reference.
 
         Raises:
             RpcError: the first request could not be sent.
@@ -190,7 +190,7 @@ class Retries:
             restore(before)
 
     def future(self, call: RetriedCall, timeout: float, retry: Retry) -> Future[Any]:
-        """As :meth:`start`, with a future for the outcome."""
+        """Starts a call as :meth:`start` does; returns a future of the outcome."""
         whom = call.to.name if isinstance(call.to, WorkerInfo) else call.to
         future = self.caller.future(f"the call of {call.name} on {whom}")
         before = shut_out()
@@ -231,7 +231,7 @@ class Retries:
         ]
 
     def over(self, number: int) -> bool:
-        """A call has its outcome; True if it is the first."""
+        """Notes that a call has its outcome; True if it is the first."""
         with self._lock:
             return self._open.pop(number, None) is not None
 
@@ -315,15 +315,15 @@ class RetriedSink:
         return owner
 
     def abandon(self) -> None:
-        """There will be no further attempt, and nobody waits for the outcome."""
+        """Ends the attempts without telling an outcome, as nobody waits for it."""
         self._retries.over(self._number)
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
-        """An attempt succeeded, or the function raised, which no further one would change."""
+        """Passes the reply on: a value, or the function's error, which no attempt would change."""
         self._last().replied(reply, frame, unpack)
 
     def failed(self, error: Exception) -> None:
-        """An attempt failed."""
+        """Plans the next attempt after one failed, or passes the error on."""
         following = None
         again = not (self._cancelled or self._retries.closed)
         if again and self.call.may_succeed_after(error):
@@ -343,7 +343,7 @@ class RetriedSink:
             self.end(error)
 
     def end(self, error: Exception) -> bool:
-        """There will be no further attempt: tells so. False if the outcome was told before."""
+        """Ends the attempts with an error; False if the outcome was told before."""
         sink = self._last()
         sink.failed(error)
         return not isinstance(sink, _Nobody)

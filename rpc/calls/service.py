@@ -143,7 +143,7 @@ class Service:
         return self.sender == sender and self.correlation in correlations
 
     def cancel(self) -> None:
-        """Nobody waits for the reply any more."""
+        """Cancels this request, as nobody waits for the reply any more."""
         with self._callee.waking:
             self.cancelled = True
             waking, self._waking = self._waking, ()

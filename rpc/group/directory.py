@@ -48,14 +48,14 @@ class Directory:
         return self._group.find(to)
 
     def find_now(self, to: Destination) -> WorkerInfo:
-        """As :meth:`find`, but without waiting; a ``WorkerInfo`` is looked up by its name."""
+        """Finds a worker without waiting; a ``WorkerInfo`` is looked up by its name."""
         membership = self.membership_of(to)
         if membership is not None:
             membership.refuse_name(to)  # type: ignore[arg-type]
         return self._group.find(to.name if isinstance(to, WorkerInfo) else to)
 
     def look_up(self, to: str | int) -> WorkerInfo:
-        """As :meth:`find`, but asks the store instead of waiting."""
+        """Finds a worker; asks the store instead of waiting."""
         membership = self.membership_of(to)
         if membership is not None:
             membership.look_again(self._timeouts.of(UNSET_RPC_TIMEOUT))
@@ -63,7 +63,7 @@ class Directory:
         return self._group.find(to)
 
     def await_return(self, to: str | int, seconds: float) -> WorkerInfo:
-        """As :meth:`find`, but one that left or was lost is waited for, too; 0: no limit."""
+        """Finds a worker, and waits also for one that left or was lost; 0: no limit."""
         membership = self.membership
         if membership is not None and isinstance(to, str | int) and may_exist(to):
             membership.wait_for(to, seconds, for_return=True)

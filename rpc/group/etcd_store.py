@@ -196,7 +196,7 @@ class EtcdStoreClient(OwnStore):
     def compare_set_all(
         self, changes: Sequence[tuple[str, str | bytes, str | bytes]]
     ) -> list[bytes]:
-        """Makes several requests of that kind; those that change nothing are one round trip."""
+        """Makes several compare-and-sets; those that change nothing are one round trip."""
         if all(_bytes(expected) == _bytes(desired) for _, expected, desired in changes):
             found = self._values([key for key, _, _ in changes])
             pairs = zip(changes, found, strict=True)

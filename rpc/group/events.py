@@ -84,7 +84,7 @@ class MembershipEvents:
         return unsubscribe
 
     def announce(self, event: MembershipEvent) -> None:
-        """Something happened."""
+        """Calls the callbacks with an event."""
         with self._lock:
             if not self._subscriptions:
                 return

@@ -62,7 +62,7 @@ class Datagram:
         self.body = body
 
     def sealed(self, key: bytes, to: bytes) -> bytes:
-        """As bytes for the worker whose token is ``to``."""
+        """Encodes it for the worker whose token is ``to``."""
         head = cookie(key, to) + self.kind + self.sender + self.nonce + self.body
         return head + _code(key, to, head)
 
@@ -102,7 +102,7 @@ class Answering:
         self._heard: list[bytes] = []
 
     def expel(self, token: bytes) -> None:
-        """The worker declared the one with this token lost."""
+        """Notes that the worker declared the one with this token lost."""
         self._expelled.add(token)
 
     def reply(self, data: bytes) -> tuple[bytes, bytes]:

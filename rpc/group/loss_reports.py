@@ -65,7 +65,7 @@ class ReportingWorker(Protocol):
         """True if it was cut off from most of the group when it lately lost somebody."""
 
     def doubt(self, life: Life, until: float) -> None:
-        """Asks one that was lost whether it lives; if it does, takes this worker for lost."""
+        """Asks a worker that was lost if it lives; if it does, takes this worker for lost."""
 
     def strike_off(
         self, life: Life, reason: str, wanted: Callable[[], bool], done: Callable[[], None]
@@ -83,7 +83,9 @@ class ReportingWorker(Protocol):
 
 _TOLD = "declared it lost"
 _DOUBT_BOUNDS = 2.0
-"""Longer than one waits that is refused by who declared it lost: it speaks first."""
+"""Bounds of silence to wait for a worker in doubt. One that was refused by who declared it lost
+waits less, so it speaks first.
+"""
 
 
 class LossReports:
@@ -103,12 +105,12 @@ class LossReports:
         self._lock = threading.Lock()
         self._suspicion = decides(agent.info.id, bound)
         self._untold: dict[Life, str] = {}
-        """Why lives were lost of which the others are told once they are struck off; see _lock."""
+        """Reasons for losses that others are told once these are struck off; see ``_lock``."""
         self._unstruck: set[Life] = set()
         """Lives that this worker found lost and strikes off; see ``_lock``."""
 
     def lost(self, life: Life, reason: str, evidence: Evidence) -> None:
-        """A life was declared lost here."""
+        """Reports a life that was declared lost here."""
         agent = self._agent
         if not agent.has_a_say():
             return
@@ -185,7 +187,7 @@ class LossReports:
         agent.timers.at(agent.clock.now(), partial(self._tell_if_untold, life))
 
     def _not_struck_off(self, life: Life) -> None:
-        """The store has had its time. Without one the word of a worker has to do, as it may."""
+        """Tells the others without the store, which has had its time, if this worker may."""
         if self._has_a_say():
             self._tell_if_untold(life)
 
@@ -196,7 +198,7 @@ class LossReports:
             self._tell(life, reason)
 
     def _pass_on(self, life: Life, reason: str) -> None:
-        """Tells what another worker said, which had it from the list or had waited long enough."""
+        """Passes on what another worker said, which knew from the list or has waited enough."""
         if self._is_of_concern(life):
             self._agent.strike_off(life, reason, _always, _nothing)
             self._tell(life, reason)

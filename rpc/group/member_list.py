@@ -33,10 +33,10 @@ from rpc.group.store_watch import StoreWatch
 from rpc.worker_info import WorkerInfo
 
 _NOBODY: Final = b"!"
-"""In the place of the name that has a rank, and at the start of a departure."""
+"""Stands where the name that has a rank would, and begins a departure."""
 _JOINING: Final = b" joining"
 _CHUNK: Final = 32
-"""Keys of names that are read at once: as many in a row may have been deleted by a stranger."""
+"""Keys of names that are read at once; a stranger may have deleted as many in a row."""
 _SECONDS_BETWEEN_LOOKS: Final = 0.1
 
 
@@ -72,7 +72,7 @@ class Departure:
     record: str
 
     def encode(self) -> bytes:
-        """As bytes for the store."""
+        """Encodes it for the store."""
         fields = [self.name, self.rank, self.incarnation, self.end.value, self.author, self.at]
         return _NOBODY + json.dumps([*fields, self.reason, self.record]).encode()
 
@@ -251,7 +251,7 @@ class MemberTable:
         return True
 
     def _claim_rank(self, me: Record) -> None:
-        """Until it is confirmed, another worker may take the rank, which changes the claim."""
+        """Claims a rank, which another worker may still take until the claim is confirmed."""
         key, mine = f"id/{me.rank}", _claim(me, _JOINING)
         holder = self._store.compare_and_set(key, None, mine)
         while holder != mine:
@@ -270,7 +270,7 @@ class MemberTable:
             )
 
     def _confirm_rank(self, me: Record) -> None:
-        """Another worker may have taken the rank before our record was there to stop it."""
+        """Confirms a claim, unless another worker took the rank before our record was there."""
         key = f"id/{me.rank}"
         holder = self._store.compare_and_set(key, _claim(me, _JOINING), _claim(me))
         if holder is not None and holder != _claim(me):

@@ -32,7 +32,7 @@ class Group:
         self.living_now: dict[int, Life] = {}  # asked without the lock, so one look must do
 
     def add(self, peer: Peer) -> bool:
-        """A worker joined, or returned in a new life; its id may have been another's before.
+        """Adds a worker that joined, or returned in a new life; its id may have been another's.
 
         Returns:
             False if this worker was declared lost: who joins knows it for no member, and would
@@ -79,7 +79,7 @@ class Group:
             return copy(error)
 
     def expel(self, me: int, reason: str) -> tuple[WorkerLostError, list[Life]]:
-        """The others declared worker ``me``, this one, lost: to it, they are gone.
+        """Marks all others as gone to worker ``me``, this one, which they declared lost.
 
         Returns:
             The error that calls to any of them get, which names this worker, and who is
@@ -98,7 +98,7 @@ class Group:
             return copy(error), gone
 
     def _forget_way(self, peer: Peer) -> None:
-        """A worker is lost. Needs the lock."""
+        """Removes the way to a worker that was lost. Needs the lock."""
         self.reachable.pop(peer.info.id, None)
         if self._by_name.get(peer.info.name) is peer:
             self.reachable.pop(peer.info.name, None)

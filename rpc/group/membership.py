@@ -50,9 +50,11 @@ _logger = logging.getLogger("rpc")
 LOOK_SECONDS: Final = 0.2
 _PRESSING_LOOK_SECONDS: Final = 0.05
 _SECONDS_BETWEEN_LOGS: Final = 1.0
-"""Where the store tells of changes, a thread with waits wakes this often to log the long ones."""
+"""Seconds between two looks at long waits, to log them, where the store tells of changes."""
 _FULL_LOOK_SECONDS, _FULL_LOOK_SECONDS_PER_MEMBER = 5.0, 0.1
-"""Then everything is read again: a stranger may have put an old value of ``changes`` back."""
+"""Seconds after which everything is read again, as a stranger may have put an old value of
+``changes`` back; and as many more for each member.
+"""
 _LEAVE_SECONDS: Final = 2.0
 
 Check = Callable[[list[Record]], None]
@@ -62,16 +64,16 @@ class MembershipListener(Protocol):
     """The worker of a membership, which tells it some things and asks it others."""
 
     is_expelled: bool
-    """The others declared this worker lost."""
+    """True if the others declared this worker lost."""
 
     def lives(self, who: str | int) -> bool:
         """True if a worker of this name or id is a member and not lost."""
 
     def add_peer(self, peer: Peer) -> None:
-        """A worker joined, or came back in a new life; if this raises, it is not known."""
+        """Makes a worker known that joined, or came back in a new life; not if this raises."""
 
     def departed(self, life: Life, departure: Departure | None) -> None:
-        """The group does not list a life any more; None if another took its place."""
+        """Removes a life that the group does not list any more; None if another took its place."""
 
 
 class Membership:
@@ -413,7 +415,7 @@ class Membership:
         self._listener.departed(Life(record.rank, record.incarnation), departure)
 
     def _meet(self, member: Record) -> None:
-        """One that this worker cannot take keeps it from nobody else."""
+        """Makes a member known; one that this worker cannot take keeps it from nobody else."""
         try:
             self._check([self._me, member])
             self._listener.add_peer(member.peer())
@@ -439,7 +441,7 @@ class _Loss:
 
 
 class _Wait:
-    """Somebody waits for a worker."""
+    """A wait for a worker."""
 
     __slots__ = ("for_return", "log", "since", "told", "who")
 

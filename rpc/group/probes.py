@@ -252,7 +252,7 @@ class DatagramProber:
             self._answerer.close()
 
     def _serve(self) -> None:
-        """Sees to the answers to others: in a group on one host, few if any will ask."""
+        """Lets the answerer serve, at once in a group on several hosts, where others ask."""
         if self._answerer is not None:
             in_a_group = bool(self._peers)
             self._answerer.serve(at_once=in_a_group and not self._is_for_one_host)
@@ -279,7 +279,7 @@ class DatagramProber:
             raise
 
     def _send(self, datagram: Datagram, to: _Address) -> None:
-        """Sends a datagram, which may be lost on its way, and so it may be here."""
+        """Sends a datagram, which may get lost here as well as on its way."""
         family = family_of(to.host)
         asking = self._asking.get(family)
         if asking is None:

@@ -62,7 +62,7 @@ class Record:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """As bytes for the store."""
+        """Encodes it for the store."""
         fields = asdict(self)
         fields["address"] = base64.b64encode(self.address).decode()
         return json.dumps(fields).encode()

@@ -19,7 +19,7 @@ _NAMESPACE = "rpcrun"
 
 
 def refuse_former_life(store: Store, group_key: bytes, name: str, life: int) -> None:
-    """Changes nothing.
+    """Raises if a later life of this worker's seat was begun; else does nothing.
 
     Args:
         store: where the group meets.

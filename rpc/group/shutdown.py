@@ -39,7 +39,7 @@ class LeavingWorker(Protocol):
     """The worker that leaves, as far as its shutdown uses it."""
 
     is_expelled: bool
-    """The others declared it lost."""
+    """True if the others declared it lost."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -136,13 +136,13 @@ class GroupShutdown:
             raise RpcTimeoutError(self._timed_out(timeout))
 
     def begin(self) -> None:
-        """The program is ready to leave with the whole group."""
+        """Notes that the program is ready to leave with the whole group."""
         with self._lock:
             self._todo += self.machine.begin()
         self._perform()
 
     def refuse_in_handler(self) -> None:
-        """Changes nothing.
+        """Raises in a handler, which leaving in peace would wait for; else does nothing.
 
         Raises:
             RpcError: called from a handler, which leaving in peace would wait for.
@@ -208,7 +208,7 @@ class GroupShutdown:
         agent.timers.at(agent.clock.now() + seconds, partial(self._speak_up, seconds))
 
     def _speak_up(self, seconds: float) -> None:
-        """Says what the whole group waits for if that is still here, and will again."""
+        """Logs, again and again, what of this worker the whole group waits for."""
         with self._lock:
             speaks = self._will_speak = self._probed and not self._closing
         if speaks:
@@ -226,13 +226,13 @@ class GroupShutdown:
         return ": " + ", ".join(named[:_MOST_NAMED]) + rest if named else ""
 
     def worker_joined(self, worker_id: int) -> None:
-        """A worker joined: it has to be waited for too."""
+        """Has the shutdown wait for a worker that joined, too."""
         with self._lock:
             self._todo += self.machine.joined(worker_id)
         self._perform()
 
     def worker_lost(self, worker_id: int) -> None:
-        """A worker is gone: it is not waited for any more."""
+        """Has the shutdown wait no more for a worker that is gone."""
         with self._lock:
             self._todo += self.machine.lost(worker_id)
         self._perform()
@@ -247,11 +247,11 @@ class GroupShutdown:
         return self._closing
 
     def closing(self) -> None:
-        """This worker closes, whatever the others do."""
+        """Notes that this worker closes, whatever the others do."""
         self._closing = True
 
     def closed(self) -> None:
-        """This worker has closed: whoever still waits to leave it in peace need not any more."""
+        """Notes that this worker has closed; nobody need wait to leave it in peace any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -18,12 +18,14 @@ random and made by each store, so a client knows one store from another that has
 from _operator import _compare_digest
 
 HELLO = b"\xf5TWstore"
-"""No request of torch's protocol begins with its first byte."""
+"""Begins the conversation with the closed part; no request of torch's protocol begins with its
+first byte.
+"""
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 RUN_BYTES = 16
 LATEST_BYTES = 256
-"""More are never held of a client that has proven nothing."""
+"""Bytes that are held at most of a client that has proven nothing."""
 SECONDS_TO_PROVE = 5.0
 
 

@@ -152,7 +152,7 @@ class StoreServer:
                 self._keys.send(signing_key(group_key))
 
     def client(self, timeout: float, job: str = "") -> TcpStoreClient:
-        """Ours of its closed part, if it has one, which keeps the store alive, too.
+        """A client of ours of its closed part, if it has one; keeps the store alive, too.
 
         Args:
             timeout: seconds that one request may take.
@@ -164,7 +164,7 @@ class StoreServer:
         return client
 
     def tcp_store(self) -> TCPStore:
-        """Torch's client of it, which keeps the store alive, too.
+        """A client of torch's of it, which keeps the store alive, too.
 
         Raises:
             BringUpError: it cannot connect.
@@ -234,7 +234,7 @@ class _LoneServer(StoreServer):
     """A store that no process group of this process shares, so that torch need not know of it."""
 
     def _have_it_known(self, host: str, port: int, known: int | None) -> None:
-        """Nobody need know."""
+        """Does nothing: nobody need know of it."""
 
     def _start(self, listener: socket.socket) -> int | None:
         self._line, theirs = socket.socketpair()
@@ -249,7 +249,7 @@ class _LoneServer(StoreServer):
         return None
 
     def tcp_store(self) -> TCPStore:
-        """Torch's client of it; connects with the first call."""
+        """A client of torch's of it; connects with the first call."""
         if self._store is None:
             limit = timedelta(seconds=_SECONDS_TO_SHARE)
             try:

@@ -101,19 +101,19 @@ class Origins:
         self._by_size: list[dict[str, None]] = [{}]
 
     def add(self, origin: str, number: int) -> None:
-        """A connection came."""
+        """Adds a connection that came."""
         numbers = self._numbers.setdefault(origin, {})
         numbers[number] = None
         self._resized(origin, len(numbers) - 1, len(numbers))
 
     def spoke(self, origin: str, number: int) -> None:
-        """A connection is the last to have been silent, if it is counted here."""
+        """Makes a connection, if it is counted here, the last to be closed of its origin."""
         numbers = self._numbers.get(origin, {})
         if number in numbers:
             numbers[number] = numbers.pop(number)
 
     def discard(self, origin: str, number: int) -> None:
-        """A connection is gone, or nobody's whom to close."""
+        """Forgets a connection that is gone, or not to be closed to make room."""
         numbers = self._numbers.get(origin, {})
         if number in numbers:
             del numbers[number]
@@ -312,7 +312,7 @@ class Server:
                     self._close(number)
 
     def _send(self, number: int, connection: _Connected) -> None:
-        """Sends what it takes; once that is all, goes on with what it has sent meanwhile."""
+        """Sends what the socket takes of the replies; when all are sent, reads on from there."""
         store, client = connection.store, connection.client
         if store is None or client is None:
             raise RefusedError
@@ -348,7 +348,7 @@ class Server:
 
 
 def _warn(text: str) -> None:
-    """Says something where the group's programs say it."""
+    """Logs a warning where the group's programs log."""
     posix.write(2, f"tensorwire: {text}\n".encode())
 
 

@@ -30,11 +30,11 @@ class StoreSilence:
         self._silences: tuple[_Silence, ...] = ()
 
     def asked(self, now: float) -> None:
-        """The store is asked."""
+        """Notes that the store is asked."""
         self._asked = now
 
     def answered(self, now: float) -> None:
-        """It has answered."""
+        """Notes that it has answered."""
         asked = self._asked
         if asked is not None and now - asked >= _SHORTEST_SECONDS:
             self._silences = (*self._silences[1 - _MOST_KEPT :], _Silence(now, now - asked))

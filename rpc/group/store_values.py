@@ -24,7 +24,9 @@ KEY_BYTES = 32
 
 MOST_STORED, MOST_UNDER_WAY = 64 << 20, 32 << 20
 MOST_OPEN_STORED = MOST_OPEN_UNDER_WAY = 16 << 20
-"""The same for the open part of a store that also has a closed one."""
+"""Bytes for values, and for requests and replies under way, in the open part of a store that also
+has a closed one.
+"""
 HAS_CLOSED_PART = b"/tensorwire/closed-part"
 """A key that is there, in the open part of a store, if it has a closed one as well."""
 MOST_VALUE = 8 << 20

@@ -54,7 +54,7 @@ _SECONDS_TO_PROVE: Final = 5.0
 _PIPELINE: Final = 64
 """Requests that are sent before their replies are read: few enough to fit into the sockets."""
 SECONDS_OF_SILENCE: Final = 5.0
-"""After which the log says what is waited for; then whenever twice as much has passed."""
+"""Seconds after which the log says what is waited for; then whenever twice as much has passed."""
 
 
 class _Request(enum.IntEnum):
@@ -348,7 +348,7 @@ class TcpStoreClient(OwnStore):
     def compare_set_all(
         self, changes: Sequence[tuple[str, str | bytes, str | bytes]]
     ) -> list[bytes]:
-        """Makes several requests of that kind in one round trip; they are not one step."""
+        """Makes several compare-and-sets in one round trip; together they are not one step."""
         results: list[bytes] = []
         for start in range(0, len(changes), _PIPELINE):
             some = changes[start : start + _PIPELINE]
@@ -421,7 +421,7 @@ class TcpStoreClient(OwnStore):
     def _ask_once(
         self, request: bytes, read: Callable[[_Connection], T], deadline: float = math.inf
     ) -> T:
-        """Needs the lock."""
+        """Sends requests and reads their replies, over one connection. Needs the lock."""
         connection = self._connected(deadline)
         try:
             connection.send(request)

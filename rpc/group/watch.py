@@ -137,7 +137,7 @@ class Watch:
         return now - self._reached_few_at <= self._bound
 
     def doubt(self, life: Life, until: float) -> None:
-        """Asks one that was lost whether it lives; if it does, this worker takes itself for lost.
+        """Asks a worker that was lost if it lives; if it does, takes this worker for lost.
 
         For a worker that was cut off from most of the group, but is back.
 
@@ -188,7 +188,7 @@ class Watch:
             self._to_expel.popleft()
 
     def _lacks(self, error: OSError) -> None:
-        """This worker's own shortage says nothing of the others; logged once, until it is over."""
+        """Logs once, until it is over, that this worker lacks something to ask others with."""
         if not (self._lacked or self._lacking):
             _logger.error(
                 "%r cannot ask other workers for signs of life, and will not notice when one "

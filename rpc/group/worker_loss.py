@@ -27,7 +27,7 @@ class LosingWorker(Protocol):
     """The worker that removes lost ones, as far as their removal uses it."""
 
     is_expelled: bool
-    """The others declared it lost."""
+    """True if the others declared it lost."""
     transport: Transport
     """Refuses what a removed worker still sends."""
 
@@ -71,7 +71,7 @@ class WorkerLoss:
         self._agent = agent
 
     def reported(self, life: Life, reason: str) -> None:
-        """The transport cannot reach a worker any more."""
+        """Takes the transport's word that a worker cannot be reached any more."""
         agent = self._agent
         verdict = agent.why_expelled()
         if verdict is not None:
@@ -80,7 +80,7 @@ class WorkerLoss:
         self.declare(life, reason, Evidence.REFUSED if is_refused else Evidence.CLOSED)
 
     def told(self, life: Life, reason: str) -> None:
-        """Another worker says that a life is over."""
+        """Takes another worker's word that a life is over."""
         if life == self._agent.life:
             self.expelled(reason)
         else:
@@ -104,7 +104,7 @@ class WorkerLoss:
             self.lost(life, departure.told())
 
     def declare(self, life: Life, reason: str, evidence: Evidence) -> None:
-        """A life of a worker is over: ends what involved it here, and tells the others.
+        """Ends here what involved a life of a worker that is over, and tells the others.
 
         Whatever it still sends is refused; should it live, it learns why.
         """
@@ -120,7 +120,7 @@ class WorkerLoss:
         self._lose(life, "it left the group", MembershipChange.LEFT, WorkerLeftError)
 
     def refused(self, life: Life) -> None:
-        """A message was not taken, as the life that sent it is over, or never joined."""
+        """Notes a message that was not taken, as the life that sent it is over, or never joined."""
         known = self._agent.group.latest(life.worker)
         if known is None or known.incarnation < life.incarnation:
             _logger.error("dropped a message from %s: it is not in the group", life)
@@ -128,7 +128,7 @@ class WorkerLoss:
             _logger.debug("dropped a message from %s: that life is over", life)
 
     def expelled(self, reason: str) -> None:
-        """The others declared this worker lost: its calls fail, now and from now on."""
+        """Fails this worker's calls, now and from now on, as the others declared it lost."""
         agent = self._agent
         if agent.is_expelled:
             return

@@ -79,7 +79,7 @@ def describe(agent: DumpedWorker) -> str:
 def install_debug_signal(
     signal_number: int | None = None, file: IO[str] | None = None
 ) -> DebugSignal:
-    """From now on, a signal makes this process tell what its worker is doing.
+    """Makes this process tell, at each signal from now on, what its worker is doing.
 
     For programs that hang: ``kill -USR1 <pid>`` prints every outstanding call with
     its age and destination, the requests being served, references and their

@@ -108,7 +108,7 @@ class CallMetrics:
     bytes_in: int
 
     def __add__(self, other: CallMetrics) -> CallMetrics:
-        """Both together, under this one's names."""
+        """The sum of both, under this one's names."""
         counts = zip(self.latency.counts, other.latency.counts, strict=True)
         return CallMetrics(
             self.method,
@@ -173,7 +173,7 @@ class Series:
         self._errors: dict[ErrorKind, int] = {}
 
     def ended(self, seconds: float, sent: int, received: int) -> None:
-        """A call is over."""
+        """Counts a call that is over."""
         self.over.append((seconds, sent, received))
         if len(self.over) >= MOST_UNCOUNTED:
             self.count()
@@ -188,11 +188,11 @@ class Series:
             self._received += received
 
     def failed(self, kind: ErrorKind) -> None:
-        """A call that is over failed."""
+        """Counts the failure of a call that is over."""
         self._errors[kind] = self._errors.get(kind, 0) + 1
 
     def received_late(self, size: int) -> None:
-        """A reply came whose call had timed out."""
+        """Counts a reply that came after its call had timed out."""
         self._received += size
 
     def read(self, method: str, peer: str, open_calls: Sequence[int]) -> CallMetrics:

@@ -112,7 +112,7 @@ class ProfiledCall:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """A request sent in the block asks for what runs for it."""
+        """Marks a request sent in the block as one that asks for what runs for it."""
         token = _recording.set(self)
         try:
             yield
@@ -120,10 +120,10 @@ class ProfiledCall:
             _recording.reset(token)
 
     def replied(self) -> None:
-        """The reply arrived; what it brings may still have to be decoded."""
+        """Notes that the reply arrived; what it brings may still have to be decoded."""
 
     def ended(self, error: BaseException | None = None) -> None:
-        """The call is over."""
+        """Notes that the call is over."""
         if self.over is None:
             self.over = time.perf_counter_ns()
 
@@ -160,7 +160,7 @@ class ProfiledCalls:
         self._recordings: list[ProfiledCall] = []
 
     def start(self, key: str, node_id: int) -> ProfiledCall:
-        """A call begins."""
+        """Notes a call that begins."""
         with self._lock:
             number = len(self._recordings)
             recording = ProfiledCall(self, number, key, node_id, time.perf_counter_ns())
@@ -168,11 +168,11 @@ class ProfiledCalls:
         return recording
 
     def recording(self, number: int) -> ProfiledCall:
-        """One of the calls."""
+        """One of the calls, by its number."""
         return self._recordings[number]
 
     def events(self, offset: float, first_id: int) -> list[FunctionEvent]:
-        """All that is known."""
+        """All events that are known."""
         numbers = itertools.count(first_id)
         with self._lock:
             recordings = list(self._recordings)
@@ -184,7 +184,7 @@ _recording: ContextVar[ProfiledCall | None] = ContextVar("rpc_profiled_call", de
 
 
 collector = _collector.get
-"""Of the profile that is on here; None without one. Asked by every call."""
+"""Returns the calls of the profile that is on here; None without one. Asked by every call."""
 
 
 def followed() -> bool:
@@ -303,7 +303,7 @@ class _ProfiledHandler:
         self._left.set()
 
     def events(self) -> list[RemoteEvent]:
-        """All that ran; for the reply, which another thread may send as the handler returns."""
+        """All events; for the reply, which another thread may send as the handler returns."""
         if threading.get_ident() == self._thread:
             self._profile.stop()
         else:
@@ -372,18 +372,18 @@ class ProfilingExtension:
         return tensors
 
     def on_message(self, sender: int, body: bytes, tensors: list[torch.Tensor]) -> bytes:
-        """Profiles travel on calls only."""
+        """Raises: profiles travel on calls only."""
         raise FrameError("there are no messages about profiles")
 
     def on_worker_lost(self, worker_id: int, reason: str) -> None:
-        """A call that got lost leaves only its own event."""
+        """Does nothing: a call that got lost leaves only its own event."""
 
     def debug_info(self) -> dict[str, int]:
-        """Nothing that would interest anybody."""
+        """Returns nothing that would interest anybody."""
         return {}
 
     def close(self) -> None:
-        """The agent is shutting down; what is recorded belongs to the profiles."""
+        """Does nothing: what is recorded belongs to the profiles."""
 
 
 def _decoded(data: bytes) -> Any:

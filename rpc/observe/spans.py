@@ -48,10 +48,10 @@ class Observer(Protocol):
     """Looks at one call."""
 
     def replied(self) -> None:
-        """The reply arrived, or it is known that none will."""
+        """Notes that the reply arrived, or that it is known that none will."""
 
     def ended(self, error: BaseException | None) -> None:
-        """The result is there, or the error that is raised instead."""
+        """Notes that the result is there, or the error that is raised instead."""
 
 
 class WatchedSink:
@@ -66,7 +66,7 @@ class WatchedSink:
         self._over = False
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
-        """The reply arrived. Whoever unpacks it ends the call; nobody does for ``remote``."""
+        """Passes the reply on. Whoever unpacks it ends the call; nobody does for ``remote``."""
         for observer in self._observers:
             observer.replied()
         if self._kind is CallKind.REMOTE:
@@ -78,7 +78,7 @@ class WatchedSink:
             self._sink.replied(Reply(*reply), frame, self._ending(unpack))
 
     def failed(self, error: Exception) -> None:
-        """There will be no reply."""
+        """Tells the observers that there will be no reply, and passes the error on."""
         for observer in self._observers:
             observer.replied()
         self.over(error)
@@ -237,7 +237,7 @@ def _in_a_span(key: str, run: Callable[[], Any]) -> Any:
 
 
 def _when_there(result: Any, observers: Sequence[ObservedHandler]) -> Any:
-    """The same future or coroutine; tells observers when what it brings is there."""
+    """Wraps a future or coroutine: tells observers when its result is there."""
     if type(result) is CoroutineType:
         return _awaited(result, observers)
     result.add_done_callback(lambda done: _tell_ended(observers, _error_of(done)))

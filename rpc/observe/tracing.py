@@ -125,7 +125,7 @@ class TraceRecording:
         self.records = WorkerTrace(me.id, me.name, _process(clock))
 
     def begin_call(self, kind: CallKind, name: str, to: int) -> CallRecord:
-        """A call of this worker begins."""
+        """Begins the record of a call of this worker."""
         span = (self.records.worker + 1) << 40 | next(self._spans)
         record = CallRecord(span, kind, name, to, self._thread(), self.now())
         with self._lock:
@@ -133,7 +133,7 @@ class TraceRecording:
         return record
 
     def begin_handler(self, span: int, name: str, sender: int) -> HandlerRecord:
-        """A thread takes on a request."""
+        """Begins the record of a request that a thread takes on."""
         record = HandlerRecord(span, name, sender, self._thread(), self.now())
         with self._lock:
             self._keep(self.records.handlers, record)
@@ -146,7 +146,7 @@ class TraceRecording:
         self._operators = OperatorRecorder(self._clock)
 
     def stop(self) -> None:
-        """Ends it; the records are complete."""
+        """Ends the recording; the records are complete."""
         recorder, self._operators = self._operators, None
         if recorder is not None:
             self.records.operators += recorder.stop()
@@ -177,7 +177,7 @@ class TraceRecording:
 
 @contextlib.contextmanager
 def sending(place: TracePlace, record: CallRecord) -> Iterator[None]:
-    """While a traced request is encoded and sent."""
+    """Marks, for a block, that a traced request is encoded and sent."""
     token = _sending.set((place.recording, record))
     try:
         yield
@@ -196,7 +196,7 @@ def riding() -> Extensions:
 
 
 def served(arrived: float, replied: float, failed: bool) -> None:
-    """The reply to the request that the running code serves was sent, or is about to be."""
+    """Notes that the reply to the request that runs here was sent, or is about to be."""
     place = _place.get()
     if place is not None and place.handler is not None:
         record = place.handler
@@ -204,7 +204,7 @@ def served(arrived: float, replied: float, failed: bool) -> None:
 
 
 def apart(function: Callable[[T], None], argument: T) -> None:
-    """Calls what is no part of the handler that runs here, and so not of its record."""
+    """Calls what is no part of the handler that runs here, outside of that one's record."""
     context = contextvars.copy_context()
     context.run(_place.set, None)
     context.run(function, argument)
@@ -278,7 +278,7 @@ class Tracing:
     def incoming_reply(
         self, sender: int, request_metadata: bytes, metadata: bytes, tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Replies carry nothing."""
+        """Does nothing: replies carry nothing."""
         return tensors
 
     def on_message(self, sender: int, body: bytes, tensors: list[torch.Tensor]) -> bytes:
@@ -483,7 +483,7 @@ def _token(process: int) -> str:
 
 
 def _process(clock: Clock) -> str:
-    """The same for workers of this process, if their clocks tell the same time."""
+    """Names this process; the same for all its workers whose clocks tell the same time."""
     which = "" if type(clock) is MonotonicClock else f"-{id(clock):x}"
     return _token(os.getpid()) + which
 

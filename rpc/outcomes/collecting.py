@@ -55,12 +55,12 @@ class _Together(Future[Any]):
         return id(future) in self._members
 
     def failed(self, error: BaseException) -> None:
-        """One of them failed."""
+        """Ends with the error of one that failed."""
         if self._first.acquire(blocking=False):
             self.set_exception(error)
 
     def end(self, all_done: torch._C.Future[Any]) -> None:
-        """All are done, or C++ saw an error."""
+        """Ends as all are done, or C++ saw an error."""
         if not self._first.acquire(blocking=False):
             return
         try:

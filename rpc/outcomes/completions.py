@@ -28,7 +28,7 @@ class _Completion:
             self.owner.ended()
 
     def run(self) -> None:
-        """As the executor would."""
+        """Completes the future, as the executor would."""
         try:
             self()
         except Exception:
@@ -97,7 +97,7 @@ class Completions:
                 task.run()
 
     def ended(self) -> None:
-        """One has run."""
+        """Counts a task that has run."""
         with self._lock:
             self._left -= 1
         self._changed()

@@ -66,7 +66,7 @@ _name_of = vars(type)["__name__"].__get__
 _CALLBACK = "a callback on "
 _MOST_NESTED = 32
 _MOST_TURNS = 16
-"""From here on, links that a user's function meets are kept for later as well."""
+"""Turns from which on links that a user's function meets are kept for later as well."""
 
 
 class Collector(Protocol):
@@ -76,7 +76,7 @@ class Collector(Protocol):
         """True if a future is one of them."""
 
     def failed(self, error: BaseException) -> None:
-        """One of them failed."""
+        """Notes that one of them failed."""
 
 
 class _Collectors:
@@ -127,7 +127,7 @@ class _ShutOut(threading.local):
     """The completions that the running thread leaves to others."""
 
     left: list[Completion] | None = None
-    """Set while it must run no callbacks: it delivers, and holds a future's lock."""
+    """True while it must run no callbacks: it delivers, and holds a future's lock."""
 
 
 _shut_out = _ShutOut()
@@ -294,7 +294,7 @@ class Future(_TorchFuture[T]):
         super().add_done_callback(_Told(callback))
 
     def _note_seen(self) -> None:
-        """Its failure, now or later, is no news to somebody."""
+        """Notes that somebody knows, or will, if it fails: no log need tell."""
         with self._lock:
             self._watched = True
             if self._failure is not None:
@@ -406,7 +406,7 @@ class Future(_TorchFuture[T]):
             gate.release()
 
     def _sleep(self) -> None:
-        """Until it is all but done; torch's own way to wait keeps signal handlers from running."""
+        """Sleeps until it is all but done; torch's own wait keeps signal handlers from running."""
         with self._lock:
             gate = self._gate
             if gate is None:
@@ -433,7 +433,7 @@ class Future(_TorchFuture[T]):
 
 
 def _let_go(done: object) -> None:
-    """Lets go who waits for a future whose callbacks run, also if one was hung there just now."""
+    """Wakes whoever waits for a future whose callbacks run, also a callback hung there just now."""
     if isinstance(done, Future):
         done._is_open = True
         if done._gate is not None:

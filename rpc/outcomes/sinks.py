@@ -53,10 +53,10 @@ class Sink(Protocol):
     """Takes the outcome of one request."""
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
-        """The reply arrived; ``unpack`` returns its value or raises its error."""
+        """Takes the reply; ``unpack`` returns its value or raises its error."""
 
     def failed(self, error: Exception) -> None:
-        """There will be no reply."""
+        """Takes the error, as there will be no reply."""
 
 
 class WaitingCaller:
@@ -88,7 +88,7 @@ class WaitingCaller:
         self._arrived.release()
 
     def abandon(self, adopt: Adopt) -> None:
-        """The thread does not wait any more; the references of a reply are let go of unread.
+        """Waits no more; the references of a reply are let go of unread.
 
         For a call that has ended: its reply is here, or is being handed over.
         """
@@ -97,7 +97,7 @@ class WaitingCaller:
             self._drop(self._adopt)
 
     def _drop(self, adopt: list[Adopt]) -> None:
-        """On whichever of the two threads comes last, or on the first if they meet."""
+        """Drops the reply on whichever of the two threads comes last, or the first if they meet."""
         with suppress(IndexError):
             take = adopt.pop()
             told = self._told.pop()
@@ -220,13 +220,13 @@ class AnswerSink:
 
 
 class AwaitedAnswerSink(AnswerSink):
-    """The same, where the thread that asks waits soon, and has it delivered then."""
+    """A sink whose thread waits soon, and has the answer delivered then."""
 
     __slots__ = ()
 
 
 READ_BY_SENDER = (WaitingCaller, AwaitedAnswerSink)
-"""Those whose reply nobody needs to read before the thread that sent the request waits."""
+"""Sinks whose reply need not be read before the thread that sent the request waits."""
 
 
 def _simple_outcome(

@@ -67,7 +67,7 @@ class Slot:
         return self._value
 
     def wait(self, timeout: float = 0.0) -> Any:
-        """Blocks until done, then as :meth:`value`; ``timeout`` in seconds, 0 for none.
+        """Blocks until done, then does as :meth:`value`; ``timeout`` in seconds, 0 for none.
 
         Raises:
             RpcTimeoutError: the time is over.

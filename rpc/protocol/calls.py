@@ -92,7 +92,7 @@ class CallTable(Generic[T]):
         return call_id
 
     def close(self, call_id: int, sender: int | None = None) -> Ended[T] | None:
-        """A reply arrived; None if the call already ended and left no ghost.
+        """Ends the call of a reply that arrived; None if it ended before and left no ghost.
 
         Also None if it came from a ``sender`` that was not called.
         """
@@ -127,7 +127,7 @@ class CallTable(Generic[T]):
         return next((i for i, entry in self._open.items() if wanted(entry.call)), None)
 
     def withdraw(self, call_id: int) -> bool:
-        """The request could not be sent: forget the call. False if it ended meanwhile."""
+        """Forgets a call whose request could not be sent; False if it ended meanwhile."""
         entry = self._open.get(call_id)
         if entry is None:
             self._ghosts.pop(call_id, None)
@@ -137,7 +137,7 @@ class CallTable(Generic[T]):
         return True
 
     def cancel(self, call_id: int) -> Ended[T] | None:
-        """The caller gives up; leaves a ghost. None if the call ended already."""
+        """Ends a call that its caller gives up, and leaves a ghost; None if it ended before."""
         entry = self._open.pop(call_id, None)
         if entry is None:
             return None

@@ -24,18 +24,18 @@ class EarlyCancellations:
         self.noted: dict[tuple[int, int], None] = {}
 
     def note(self, sender: int, correlations: Iterable[int]) -> None:
-        """Requests of ``sender`` that are not here were cancelled."""
+        """Notes that requests of ``sender`` which are not here were cancelled."""
         self.noted.update(dict.fromkeys((sender, each) for each in correlations))
         while len(self.noted) > self._kept:
             del self.noted[next(iter(self.noted))]
 
     def take(self, sender: int, correlation: int) -> bool:
-        """A request arrived: was it cancelled before?"""
+        """Says of a request that arrived if it was cancelled before."""
         known = (sender, correlation) in self.noted
         if known:
             del self.noted[sender, correlation]
         return known
 
     def worker_lost(self, sender: int) -> None:
-        """A worker is gone; in its next life it counts its requests anew."""
+        """Forgets a worker that is gone; in its next life it counts its requests anew."""
         self.noted = {key: None for key in self.noted if key[0] != sender}

@@ -28,7 +28,9 @@ _TICKS_PER_BOUND = 5
 _PATIENCE = 0.6
 _MOST_ASKED = 32
 _TICKS_WHEN_LATE = 4
-"""Instead of one, while an answer is late: the question may have been lost on its way."""
+"""Ticks in a period while an answer is late, as the question may have been lost on its way; else
+one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,15 @@ class Liveness:
         return now if self._due is None else self._due
 
     def answered(self, life: Life) -> None:
-        """A sign of life came; to be told before the tick that follows."""
+        """Notes a sign of life; to be told before the tick that follows."""
         self._asked.pop(life, None)
 
     def not_asked(self, life: Life) -> None:
-        """This worker could not ask: there is no answer that would be due."""
+        """Notes that this worker could not ask, so that no answer is due."""
         self._asked.pop(life, None)
 
     def tick(self, now: float, watched: Set[Life]) -> list[Effect]:
-        """Time has passed; ``watched`` are the workers that somebody here depends on."""
+        """Decides whom to ask, and who was silent too long, among those ``watched``."""
         self._excuse_own_absence(now)
         effects: list[Effect] = []
         for life in sorted(self._wanted.keys() - watched):
@@ -159,7 +161,7 @@ class Reach:
         return bool(self._asked)
 
     def answered(self, life: Life) -> None:
-        """A sign of life came."""
+        """Notes a sign of life."""
         if life in self._asked:
             self._answered.add(life)
 
@@ -201,7 +203,7 @@ class Suspicion:
         self._lost: deque[float] = deque()
 
     def delay(self, worker: int, evidence: Evidence, now: float) -> float:
-        """A worker was lost; returns the seconds to wait before the others are told."""
+        """Takes the loss of a worker; returns the seconds to wait before the others are told."""
         if evidence is Evidence.TOLD:
             return 0.0
         self._lost.append(now)

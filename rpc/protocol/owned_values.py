@@ -41,13 +41,13 @@ class OwnedValues(Lives):
         self._creations_seen: dict[Life, DuplicateFilter] = {}  # by creator
 
     def create_here(self) -> OwnerHandle:
-        """``remote()`` to this worker itself: the value's place is kept at once."""
+        """Keeps a place for the value of a ``remote()`` to this worker itself."""
         handle = self.new_value()
         self._entries[handle.reference.rref] = ValueEntry(local_references=1)
         return handle
 
     def new_value(self) -> OwnerHandle:
-        """``RRef(value)``: only an id, nothing is kept until it is first shared."""
+        """Makes an id for ``RRef(value)``; nothing is kept until it is first shared."""
         return OwnerHandle(Reference(self._new_id(), self._life, 0))
 
     def look_up(self, reference: Reference) -> str | None:
@@ -62,7 +62,7 @@ class OwnedValues(Lives):
         return found if isinstance(found, str) else None
 
     def _share_owned(self, handle: OwnerHandle, to: Life) -> Passed:
-        """An entry that is missing was never shared: a handle counts as a local reference."""
+        """Shares a value of this worker; one without an entry was never shared before."""
         rref = handle.reference.rref
         entry = self._entries.setdefault(rref, ValueEntry(local_references=1))
         fork = self._new_id()
@@ -75,7 +75,7 @@ class OwnedValues(Lives):
     # --- What arrives
 
     def creation_arrived(self, passed: Passed, sender: Life) -> list[Effect]:
-        """The request of a ``remote()`` is here; comes before its function is run.
+        """Takes the request of a ``remote()``, before its function is run.
 
         ``FreeValue`` among the effects says that its result is not wanted any more.
         """
@@ -98,7 +98,7 @@ class OwnedValues(Lives):
         return self._send(sender, Registered(message.fork))
 
     def _on_delete(self, sender: Life, message: Delete) -> list[Effect]:
-        """While a creation is awaited, the only fork it can be unknown for is its own."""
+        """Removes a fork; one that is unknown while a creation is awaited is the creation's own."""
         entry = None if self._is_lost(sender) else self._entry_for(message.reference)
         if entry is None or isinstance(entry, str):
             return []

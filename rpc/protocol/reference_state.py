@@ -56,7 +56,7 @@ class ValueEntry:
 
 
 def is_pending(user: User) -> bool:
-    """A creation that was given up is not waited for; a registration always is."""
+    """True if a user waits for its owner: to register, or to create unless that was given up."""
     if user.state is ForkState.CREATING:
         return user.failure is None
     return user.state is ForkState.REGISTERING

@@ -130,7 +130,7 @@ class ReferenceTable(OwnedValues, UserHandles):
         return passed
 
     def not_sent(self, passed: Passed, reason: str) -> list[Effect]:
-        """The message that was to carry ``passed`` did not leave.
+        """Takes back ``passed``, as the message that was to carry them did not leave.
 
         A creation's number is used up: the owner hears that it will not come.
         """
@@ -145,7 +145,7 @@ class ReferenceTable(OwnedValues, UserHandles):
         return self.borrow_ended(passed.fork)
 
     def receive(self, passed: Passed) -> tuple[Handle, list[Effect]]:
-        """A reference came in a message, as anything but a CREATION.
+        """Takes a reference that came in a message, as anything but a CREATION.
 
         Returns:
             What the new handle stands for, and effects. A handle that is never
@@ -177,7 +177,7 @@ class ReferenceTable(OwnedValues, UserHandles):
         return handle, self._accept(passed)
 
     def dropped(self, handle: Handle) -> list[Effect]:
-        """Nobody has ``handle`` any more; exactly once per handle."""
+        """Notes that nobody has ``handle`` any more; exactly once per handle."""
         if isinstance(handle, OwnerHandle):
             return self._remove_local_reference(handle.reference.rref)
         user = self._users.get(handle.fork)
@@ -209,19 +209,19 @@ class ReferenceTable(OwnedValues, UserHandles):
     # --- Who comes and goes
 
     def worker_joined(self, life: Life) -> list[Effect]:
-        """``life`` is a member now, so that the earlier ones of that worker are over."""
+        """Ends the earlier lives of a worker, as ``life`` is a member now."""
         before = Life(life.worker, life.incarnation - 1)
         return self.worker_lost(before, f"it was replaced by incarnation {life.incarnation}")
 
     def worker_lost(self, life: Life, reason: str) -> list[Effect]:
-        """``life`` and all before it are over. Nothing of theirs may arrive afterwards."""
+        """Ends ``life`` and all before it. Nothing of theirs may arrive afterwards."""
         if self._is_lost(life):
             return []
         self._lost[life.worker] = life.incarnation
         return self._end_what_is_lost(reason)
 
     def expelled(self, reason: str) -> list[Effect]:
-        """The others declared this worker lost: to it, every life but its own is over.
+        """Ends every life but this worker's own, as the others declared it lost.
 
         Also those that it knows from references only, and of whose end nobody will tell it.
         """

@@ -29,7 +29,7 @@ from rpc.errors import FrameError
 
 MOST_MESSAGES = 1 << 18
 MOST_IN_VAIN = 32
-"""On how many connections in a row a message is sent again, if none gets further than it."""
+"""Connections in a row on which a message is sent again, if none gets further than it."""
 
 Message = TypeVar("Message")
 

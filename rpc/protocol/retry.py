@@ -114,7 +114,7 @@ class Attempts:
         return max(self._deadline - now, _MIN_SECONDS) if self._deadline else 0.0
 
     def begin(self, now: float) -> float:
-        """An attempt begins; returns the seconds it may take, 0 for no limit."""
+        """Begins an attempt; returns the seconds it may take, 0 for no limit."""
         left = self.seconds_left(now)
         share = left / max(1, self._retry.attempts - self._made)
         self._made += 1
@@ -125,12 +125,12 @@ class Attempts:
         return min(own, left) if left else own
 
     def not_sent(self) -> None:
-        """The attempt that began came to nothing, as its worker is not there: not counted."""
+        """Uncounts the attempt that began, as its worker is not there."""
         self._made -= 1
         self._is_absent = True
 
     def next_after(self, now: float) -> float | None:
-        """An attempt failed; returns when the next begins, None if there is none."""
+        """Takes an attempt's failure; returns when the next begins, None if there is none."""
         pause = max(self._pause, _ABSENT_SECONDS) if self._is_absent else self._pause
         begins = now + pause
         if self._made >= self._retry.attempts or (self._deadline and not begins < self._deadline):
@@ -178,11 +178,11 @@ class Verdict(enum.Enum):
 
     RUN = enum.auto()
     WAIT = enum.auto()
-    """It runs already, and its outcome will be handed to this one too."""
+    """The request runs already, and its outcome will be handed to this one too."""
     REPEAT = enum.auto()
-    """It ran, and is answered with its outcome."""
+    """The request ran, and is answered with its outcome."""
     OVER = enum.auto()
-    """Its like came so long ago that nobody waits for an outcome any more."""
+    """The request came so long ago that nobody waits for an outcome any more."""
 
 
 @dataclass(slots=True)
@@ -241,7 +241,7 @@ class IdempotencyTable(Generic[W, R]):
     def arrived(
         self, sender: int, request: RequestId, waiter: W, now: float
     ) -> tuple[Verdict, R | None, list[R]]:
-        """A request came; says what to do, and with :attr:`Verdict.REPEAT` its outcome.
+        """Takes a request; says what to do, and with :attr:`Verdict.REPEAT` its outcome.
 
         Last come the outcomes that are let go of, as it tells that nobody will ask for them.
         """
@@ -261,7 +261,7 @@ class IdempotencyTable(Generic[W, R]):
         return Verdict.WAIT, None, let_go
 
     def ended(self, sender: int, number: int, ran: W, outcome: R) -> list[W]:
-        """A request ran; returns all who wait for its outcome.
+        """Takes the outcome of a request that ran; returns all who wait for it.
 
         Nobody does if ``ran`` is of a life of the caller that is over.
         """
@@ -278,6 +278,6 @@ class IdempotencyTable(Generic[W, R]):
         return [outcome for caller in self._callers.values() for outcome in caller.expire(now)]
 
     def worker_lost(self, sender: int) -> list[R]:
-        """A caller is gone; in its next life it counts anew."""
+        """Forgets a caller that is gone; in its next life it counts anew."""
         caller = self._callers.pop(sender, None)
         return [] if caller is None else caller.outcomes()

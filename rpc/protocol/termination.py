@@ -118,12 +118,12 @@ class Termination:
     # --- Events
 
     def begin(self) -> list[Effect]:
-        """The user called ``shutdown`` on this worker."""
+        """Takes note that the user called ``shutdown`` on this worker."""
         self._begun = True
         return self._report()
 
     def joined(self, worker_id: int) -> list[Effect]:
-        """A worker joined the group, or came back, and must now be waited for too."""
+        """Adds a worker that joined the group, or came back, and must now be waited for too."""
         if self._phase is Phase.CLOSE:
             return []
         self._gone.discard(worker_id)
@@ -134,7 +134,7 @@ class Termination:
         return self._group_changed(leader)
 
     def lost(self, worker_id: int) -> list[Effect]:
-        """A worker is gone: it left, or died."""
+        """Removes a worker that left or died."""
         if worker_id not in self._members or worker_id == self._me:
             return []
         leader = self.leader
@@ -144,7 +144,7 @@ class Termination:
         return self._group_changed(leader)
 
     def receive(self, sender: int, message: TerminationMessage) -> list[Effect]:
-        """A message about the shutdown arrived from ``sender``.
+        """Takes a message about the shutdown from ``sender``.
 
         Raises:
             FrameError: it speaks of a phase that does not exist.
@@ -163,7 +163,7 @@ class Termination:
     def quiet(
         self, activity: int, sent: Mapping[int, int], received: Mapping[int, int]
     ) -> list[Effect]:
-        """This worker is quiet.
+        """Takes note that this worker is quiet.
 
         Args:
             activity: how many requests it sent and handled so far.
@@ -216,7 +216,7 @@ class Termination:
     # --- As the leader
 
     def _reported(self, sender: int, phase: Phase) -> list[Effect]:
-        """A worker is ready; if it was before, it has forgotten what it was asked."""
+        """Notes that a worker is ready; if it was before, it has forgotten what it was asked."""
         self._ready[sender] = phase
         self._answers.pop(sender, None)
         self._asked.pop(sender, None)

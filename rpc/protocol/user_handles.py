@@ -47,7 +47,7 @@ class UserHandles(Lives):
         self._creations_made: dict[Life, int] = {}  # by owner
 
     def create_remote(self, owner: Life) -> tuple[UserHandle, Passed]:
-        """``remote()`` to another worker.
+        """Makes the handle of a ``remote()`` to another worker.
 
         Returns:
             The handle, usable at once, and what its request must carry.
@@ -61,7 +61,7 @@ class UserHandles(Lives):
         return handle, new_tuple(Passed, (reference, fork, Passage.CREATION))
 
     def creation_confirmed(self, fork: GlobalId) -> list[Effect]:
-        """The reply of ``remote()`` came. Ignored if it was given up before."""
+        """Takes the reply of ``remote()``. Ignored if it was given up before."""
         user = self._users.get(fork)
         if user is None or user.failure is not None:
             return []
@@ -69,7 +69,7 @@ class UserHandles(Lives):
         return [HandleConfirmed(fork)]
 
     def creation_failed(self, fork: GlobalId, reason: str) -> list[Effect]:
-        """``remote()`` failed or timed out after its request was sent.
+        """Takes the failure of a ``remote()`` whose request was sent.
 
         The owner may still get to run it: the fork is deleted there.
         """
@@ -89,7 +89,7 @@ class UserHandles(Lives):
         return user.failure
 
     def borrow_ended(self, fork: GlobalId) -> list[Effect]:
-        """The call that borrowed a reference as ``fork`` is over: its reply came, if late."""
+        """Ends the borrowing of a reference as ``fork``: the reply of its call came, if late."""
         hold = self._holds.pop(fork, None)
         if hold is None:
             return []
@@ -111,7 +111,7 @@ class UserHandles(Lives):
         return []
 
     def _tell_parent(self, fork: GlobalId) -> list[Effect]:
-        """A worker that passed a reference to itself needs no message to hear of it."""
+        """Tells a fork's parent that it is known; a worker needs no message to tell itself."""
         if fork.life == self._life:
             return self.borrow_ended(fork)
         return self._send(fork.life, Accepted(fork))
@@ -135,7 +135,7 @@ class UserHandles(Lives):
     # --- Who goes
 
     def _user_lost_owner(self, user: User, reason: str) -> list[Effect]:
-        """The parent of a fork that never registered may still reach the owner: it is told."""
+        """Tells the parent of a fork that never registered, which may still reach the owner."""
         failed = self._fail(user, FailureKind.OWNER_LOST, reason)
         fork = user.handle.fork
         accepts = user.state is ForkState.REGISTERING
@@ -143,7 +143,7 @@ class UserHandles(Lives):
         return failed + accepted + self._gone(user)
 
     def release_all_users(self) -> list[Effect]:
-        """Shutdown: every user handle is as good as dropped, though somebody may have it.
+        """Drops every user handle, as a shutdown does, though somebody may have it.
 
         Handles that wait for an answer, or are held for others, follow when they can.
         """
@@ -167,7 +167,7 @@ class UserHandles(Lives):
     # --- Shared by the above
 
     def _fail(self, user: User, kind: FailureKind, reason: str) -> list[Effect]:
-        """The first failure of a handle is the one it keeps."""
+        """Fails a handle, unless it has failed before: it keeps the first failure."""
         if user.failure is not None:
             return []
         user.failure = Failure(kind, reason)
@@ -185,7 +185,7 @@ class UserHandles(Lives):
         return self._send(reference.owner, Delete(reference, fork)) + self._gone(user)
 
     def _gone(self, user: User) -> list[Effect]:
-        """The owner does not know the fork any more: nothing needs to be held for it."""
+        """Lets go of all that was held for a fork which the owner does not know any more."""
         user.state = ForkState.GONE
         self._drop_holds(user.held_for)
         user.held_for.clear()

@@ -29,7 +29,7 @@ class CreationSink:
         self._holding = holding
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
-        """The value was made; a reply without tensors and references may bring it."""
+        """Notes that the value was made, and takes it if the reply brings it."""
         try:
             if reply.status is not Status.OK or reply.extensions:
                 unpack(reply, frame, _decode_nothing)
@@ -41,7 +41,7 @@ class CreationSink:
             self._creations.replied(self._holding)
 
     def failed(self, error: Exception) -> None:
-        """It was not made, or nobody knows."""
+        """Notes that the value was not made, or that nobody knows."""
         self._creations.gone(self._holding, error)
 
 

@@ -102,7 +102,7 @@ class Creations:
         return RRef._of(self._keeper, holding), passed, CreationSink(self, holding)
 
     def not_sent(self, rref: RRef[Any], passed: Passed, error: BaseException) -> None:
-        """The request of ``remote()`` could not be sent."""
+        """Takes back a ``remote()`` whose request could not be sent."""
         with self._lock:
             self._under_way -= 1
         if passed.passage is Passage.CREATION:
@@ -111,12 +111,12 @@ class Creations:
             rref._holding.value.fail(RRefCreationError(f"RRef creation failed: {text_of(error)}"))
 
     def given_up(self, passed: Passed) -> None:
-        """The call of ``remote()`` ended before its request was sent: the owner is told."""
+        """Tells the owner that the call of a ``remote()`` ended before its request was sent."""
         if passed.passage is Passage.CREATION:
             self._keeper.lending.unsent(Loan((passed,)), "its call ended before it was sent")
 
     def replied(self, holding: Holding) -> None:
-        """The owner has run the function that makes the value."""
+        """Notes that the owner has run the function that makes the value."""
         effects: list[Effect] = []
         with self._lock:
             self._under_way -= 1
@@ -129,7 +129,7 @@ class Creations:
             holding.creation.fill(None)
 
     def gone(self, holding: Holding, error: Exception) -> None:
-        """The request of ``remote()`` failed or timed out."""
+        """Fails the reference of a ``remote()`` whose request failed or timed out."""
         fork = holding.fork
         with self._lock:
             self._under_way -= 1
@@ -175,7 +175,7 @@ class Creations:
     # --- At the owner
 
     def arrived(self, sender: Life, target: bytes) -> GlobalId:
-        """A request of ``remote()`` came: makes the place for its value, and names it."""
+        """Makes and names the place for the value of a ``remote()`` whose request came."""
         passed = _passed(target)
         rref = passed.reference.rref
         if passed.passage is not Passage.LOOPBACK:
@@ -187,13 +187,13 @@ class Creations:
         return rref
 
     def created(self, rref: GlobalId, value: object) -> None:
-        """The function of a ``remote()`` returned."""
+        """Takes what the function of a ``remote()`` returned."""
         slot = self._ledger.slot_of(rref)
         if slot is not None:
             slot.fill(value)
 
     def raised(self, rref: GlobalId, error: BaseException) -> None:
-        """The function of a ``remote()`` raised."""
+        """Takes what the function of a ``remote()`` raised."""
         slot = self._ledger.slot_of(rref)
         if slot is not None:
             slot.fail(error)

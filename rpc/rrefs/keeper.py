@@ -167,7 +167,7 @@ class ReferenceKeeper:
     # --- What arrives and who goes
 
     def dropped(self, holding: Holding) -> None:
-        """A handle was garbage collected; safe in finalizers."""
+        """Notes that a handle was garbage collected; safe in finalizers."""
         self._reaper.put(holding)
 
     def do_later(self, task: Callable[[], object]) -> None:
@@ -175,25 +175,25 @@ class ReferenceKeeper:
         self._reaper.call(task)
 
     def control_arrived(self, sender: Life, message: ControlMessage) -> None:
-        """A control message about references came."""
+        """Takes a control message about references."""
         with self._lock:
             effects = self._table.message_arrived(sender, message)
         self._ledger.perform(effects)
 
     def worker_lost(self, life: Life, reason: str) -> None:
-        """A worker is gone."""
+        """Ends the references of a worker that is gone."""
         with self._lock:
             effects = self._table.worker_lost(life, reason)
         self._ledger.perform(effects)
 
     def expelled(self, reason: str) -> None:
-        """The others declared this worker lost."""
+        """Ends the references to all others, who declared this worker lost."""
         with self._lock:
             effects = self._table.expelled(reason)
         self._ledger.perform(effects)
 
     def worker_joined(self, life: Life) -> None:
-        """A worker came, perhaps in a new life."""
+        """Takes note of a worker that came, perhaps in a new life."""
         with self._lock:
             effects = self._table.worker_joined(life)
         self._ledger.perform(effects)

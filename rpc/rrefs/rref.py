@@ -173,7 +173,7 @@ class RRef(OutOfBandHandle, Generic[T]):
         )
 
     def _get_future(self) -> Future[None]:
-        """Done when the owner has run the function that makes the value."""
+        """A future that is done when the owner has run the function that makes the value."""
         return self._keeper.creation_of(self._holding)
 
     _get_profiling_future = _get_future
@@ -259,17 +259,17 @@ def call_method(
 
 
 def has_attribute(rref: RRef[Any], name: str) -> bool:
-    """At the owner: whether the value itself has an attribute that its type lacks."""
+    """Says, at the owner, whether the value itself has an attribute that its type lacks."""
     return hasattr(rref._keeper.await_local(rref._holding), name)
 
 
 def _rref_typeof_on_owner(rref: RRef[Any]) -> type:
-    """At the owner: the type of the value."""
+    """Returns, at the owner, the type of the value."""
     return type(rref._keeper.await_local(rref._holding))
 
 
 def run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """At the owner: a distributed backward pass from the value."""
+    """Runs, at the owner, a distributed backward pass from the value."""
     rref.backward(context_id, retain_graph)
 
 

@@ -73,7 +73,7 @@ class Holding:
     def unusable(
         self, failure: Failure, deleted: str, owner: Callable[[Holding], WorkerInfo]
     ) -> Exception:
-        """The error for who uses a handle that must not be used any more.
+        """The error for the use of a handle that must not be used any more.
 
         Args:
             failure: why not.
@@ -140,12 +140,12 @@ class Countdown:
         self._callback = callback
 
     def add(self) -> None:
-        """One thing more has to happen."""
+        """Adds one thing that has to happen."""
         with self._lock:
             self._left += 1
 
     def one_less(self) -> None:
-        """One of them happened."""
+        """Notes that one of them happened."""
         with self._lock:
             self._left -= 1
             over = self._left == 0

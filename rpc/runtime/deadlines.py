@@ -21,7 +21,7 @@ class Scope(Protocol):
     deadline: float
     """The time on the agent's clock when nobody waits for its result any more; 0 for never."""
     cancelled: bool
-    """Nobody waits for its result any more."""
+    """True if nobody waits for its result any more."""
 
     def when_cancelled(self, wake: Callable[[], None]) -> Callable[[], None]:
         """Calls ``wake`` when it is cancelled, or now; returns what undoes this."""

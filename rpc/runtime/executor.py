@@ -57,10 +57,10 @@ class Place(Protocol):
     """A place where handlers run; it has others go on elsewhere while one of them waits."""
 
     def enter_wait(self) -> None:
-        """The running thread, which serves this place, begins to wait."""
+        """Notes that the running thread, which serves this place, begins to wait."""
 
     def leave_wait(self) -> None:
-        """It has waited."""
+        """Notes that it has waited."""
 
 
 class _CurrentThread(threading.local):
@@ -69,9 +69,9 @@ class _CurrentThread(threading.local):
     place: Place | None = None
     waiting: bool = False
     is_shared: bool = False
-    """It runs several handlers in turns."""
+    """True if it runs several handlers in turns."""
     takes_part: bool = False
-    """It knows how many threads torch may use for one operation."""
+    """True if it knows how many threads torch may use for one operation."""
 
 
 current = _CurrentThread()

@@ -50,7 +50,7 @@ def _process_ends(reference: weakref.ref[Any], process: int) -> None:
 
 
 def _tell_the_launcher() -> None:
-    """Others soon take this worker for lost; rpcrun does not kill it for that, as it ends."""
+    """Tells rpcrun that this worker ends by itself, so as not to be killed when taken for lost."""
     path = os.environ.get(ENDING_FILE)
     if path:
         with contextlib.suppress(OSError), open(path, "wb"):

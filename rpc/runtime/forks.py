@@ -22,13 +22,13 @@ class ForkAware:
     """Something that hears of forks, on the thread that forks."""
 
     def before_fork(self) -> None:
-        """This thread is about to fork; others may be too, and go on running."""
+        """Prepares for a fork by this thread; others may fork too, and go on running."""
 
     def after_fork_in_parent(self) -> None:
-        """This thread has forked, or has failed to."""
+        """Goes on in the parent: this thread has forked, or has failed to."""
 
     def after_fork_in_child(self) -> None:
-        """This process is the child: of its parent's threads only this one is there.
+        """Goes on in the child: of its parent's threads only this one is there.
 
         Another one may have held any lock.
         """
@@ -86,12 +86,12 @@ Not a function, as it is asked for every tensor that arrives."""
 
 
 def join(member: ForkAware) -> None:
-    """From now on, ``member`` hears of forks, until it leaves."""
+    """Has ``member`` hear of forks from now on, until it leaves."""
     _forks.join(member)
 
 
 def leave(member: ForkAware) -> None:
-    """``member`` hears of no more."""
+    """Has ``member`` hear of no more forks."""
     _forks.leave(member)
 
 

@@ -211,7 +211,7 @@ class HandedLoop:
             self._hand_back()
 
     def _hand_back(self) -> None:
-        """There is no other thread to run the loop now."""
+        """Takes the loop back, as there is no other thread to run it now."""
         with self._lock:
             wake_up = self._next_to_return()
         if wake_up is not None:

@@ -29,7 +29,7 @@ from rpc.runtime.threads import Thread
 _STOP: Final = 0
 _NUDGE: Final = signal.SIGURG
 _ANSWERS: Final = 2
-"""The first may belong to a nudge for an earlier signal."""
+"""Answers to wait for; the first may belong to a nudge for an earlier signal."""
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.1
 
@@ -77,7 +77,7 @@ class _Watch(forks.ForkAware):
         self._close()
 
     def after_fork_in_child(self) -> None:
-        """The thread is the parent's, and so is the other end of the pipe."""
+        """Drops the thread, which is the parent's, as is the other end of the pipe."""
         global _watch
         if self.has_wakeup_fd():
             signal.set_wakeup_fd(-1)
@@ -167,7 +167,7 @@ def stop() -> None:
 
 
 def _end_if_unused() -> None:
-    """On the main thread, which may be in the middle of anything here, as in a handler."""
+    """Ends the watch if it is unused; may interrupt anything on the main thread, as handlers do."""
     global _watch
     with _lock:
         if _users == 0 and _watch is not None:

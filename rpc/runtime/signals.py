@@ -28,9 +28,9 @@ class _InterruptState(threading.local):
     """The running thread's own state; only the main thread's ever matters."""
 
     held: bool = False
-    """Interrupts are held back."""
+    """True while interrupts are held back."""
     due: bool = False
-    """One came meanwhile."""
+    """True if one came meanwhile."""
 
 
 here: Final = _InterruptState()
@@ -80,7 +80,7 @@ def restore(before: bool) -> None:
 
 
 def let_in() -> bool:
-    """Lets interrupts come while the thread waits; otherwise as :func:`shut_out`."""
+    """Lets interrupts come while the thread waits; otherwise does as :func:`shut_out`."""
     before = here.held
     if here.due:
         raise_due()

@@ -31,7 +31,7 @@ def _look() -> None:
 
 
 _try: Final[Callable[[], object]] = partial(isinstance, None, _nested(_FRAMES))
-"""Goes as deep; up to Python 3.11, C code counts as Python does."""
+"""Checks by going as deep; up to Python 3.11, C code counts as Python does."""
 
 require: Final[Callable[[], object]] = _look if sys.version_info >= (3, 12) else _try
 """Raises ``RecursionError`` if too little is left for a call."""

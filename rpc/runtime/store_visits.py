@@ -50,7 +50,7 @@ class Visits:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """For a block of requests to a store.
+        """Returns a context for a block of requests to a store.
 
         Raises:
             ProcessEndsError: none may be made any more.
@@ -92,7 +92,8 @@ class Visits:
 _of_this_process = Visits()
 
 visit = _of_this_process.one
-"""For a block of requests to a store; raises ``ProcessEndsError`` where none may be made."""
+"""Context for a block of requests to a store; raises ``ProcessEndsError`` where none may be made.
+"""
 
 stays_behind = _of_this_process.left_behind
 """Has the end of this process wait for a thread that a store keeps, and nobody waits for."""

@@ -31,7 +31,7 @@ _Waits = list[tuple[torch.cuda.Stream, torch.cuda.Stream]]
 
 
 def devices() -> list[torch.device]:
-    """Those whose streams a future has to mind; torch's have to be told."""
+    """The devices whose streams a future has to mind; torch's futures have to be told of them."""
     if not is_in_use():
         return []
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

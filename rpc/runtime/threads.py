@@ -22,14 +22,14 @@ _REFUSED = "at interpreter shutdown"
 _THREAD: Final = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+) .*\(most recent call first\):")
 _PLACE: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _MOST_THREADS: Final = 100
-"""That ``faulthandler`` tells of."""
+"""Threads that ``faulthandler`` tells of at most."""
 _looking = threading.Lock()
 """Held while the collector is off for the sake of a look at the threads."""
 _ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
 class Thread(threading.Thread):
-    """As ``threading.Thread``, and can be started in exit hooks."""
+    """A ``threading.Thread`` that can also be started in exit hooks."""
 
     def start(self) -> None:
         """See ``threading.Thread.start``.
@@ -75,7 +75,7 @@ def _begin(thread: threading.Thread) -> None:
 
 
 class Place(NamedTuple):
-    """Where a thread is in one function.
+    """The point that a thread has reached in one function.
 
     Args:
         function: its name.
@@ -138,5 +138,5 @@ def _add_older(stacks: dict[int, list[Place]]) -> None:
 
 
 def _unescaped(text: str) -> str:
-    """Characters beyond ASCII, as ``faulthandler`` writes them, are themselves again."""
+    """Restores characters beyond ASCII, which ``faulthandler`` escapes."""
     return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), text)

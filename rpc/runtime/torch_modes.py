@@ -19,7 +19,9 @@ from torch._C import (
 
 is_inference = torch.is_inference_mode_enabled
 function_modes = _len_torch_function_stack
-"""The number of them the running thread is in. These two are what :func:`are_changed` asks."""
+"""The number of such modes that the running thread is in. These two are what :func:`are_changed`
+asks.
+"""
 
 
 def are_changed() -> bool:

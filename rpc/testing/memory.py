@@ -244,17 +244,17 @@ class MemoryTransport:
             self._hub._carry(self, end, _Arrival(self, copy(frame)), delay)
 
     def look_again(self, to: int) -> None:
-        """Nothing to do: nothing waits to be sent."""
+        """Does nothing: nothing waits to be sent."""
 
     def attend(self) -> None:
-        """Nothing to do: the hub's threads deliver in any case."""
+        """Does nothing: the hub's threads deliver in any case."""
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; the hub's threads deliver meanwhile."""
         block()
 
     def wake(self) -> None:
-        """Nothing to do: who waits sleeps in a way of its own."""
+        """Does nothing: whoever waits sleeps in a way of its own."""
 
     def close(self, flush_seconds: float, handler_seconds: float = 0.0) -> None:
         """Leaves the hub; peers learn of it after what was sent to them so far."""
@@ -329,7 +329,7 @@ class MemoryTransport:
             origin._lose(self.worker_id, "it takes no more messages from here", self._incarnation)
 
     def _fate(self, sender: int, incarnation: int) -> _Fate:
-        """Called with the lock held."""
+        """The fate of a frame that arrives. Called with the lock held."""
         link = self._links.get(sender)
         known = self._past.get(sender, -1) if link is None else link.peer.incarnation
         if incarnation > known:
@@ -366,7 +366,7 @@ class MemoryTransport:
 
 
 class MemoryProber:
-    """Signs of life on a :class:`MemoryHub`; see ``liveness_probes.Prober``."""
+    """Signs of life on a :class:`MemoryHub`; see ``rpc.group.probes.Prober``."""
 
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub

@@ -91,11 +91,11 @@ class Patience(enum.Enum):
     """Answers to whether a request may wait until there is room for it on the way."""
 
     WAITS = "waits"
-    """It may, as long as its call lasts."""
+    """The request may wait, as long as its call lasts."""
     HURRIES = "hurries"
-    """It must not, nor is it refused: what would make room may wait for it."""
+    """The request must not wait, nor is it refused: what would make room may wait for it."""
     OVER = "over"
-    """Its call has ended: it is not to be sent any more."""
+    """The call has ended: the request is not to be sent any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +196,10 @@ class Transport(Protocol):
         """
 
     def look_again(self, to: int) -> None:
-        """Calls to a peer ended before their replies came: their requests wait no more."""
+        """Drops requests to a peer that wait to be sent although their calls have ended."""
 
     def attend(self) -> None:
-        """No thread is about to :meth:`wait` for the reply to the request that was just sent.
+        """Has the reply to the request just sent read, as no thread is about to :meth:`wait`.
 
         Called after :meth:`send`. A transport whose waiting threads read may have to wake one
         that reads for the others.

@@ -60,7 +60,7 @@ class _Lane:
     stalls: int = 0
 
     def count(self, correlation: int, charge: int) -> None:
-        """A request is under way."""
+        """Counts a request as under way."""
         self.held += charge
         self.charges[correlation] = charge
 
@@ -152,7 +152,7 @@ class FlowWindow:
         return waiter.counted
 
     def release(self, correlation: int) -> None:
-        """The reply to a request is here, or none will be."""
+        """Frees the room of a request whose reply is here, or never will be."""
         with self._lock:
             lane = self._small if correlation in self._small.charges else self._large
             lane.held -= lane.charges.pop(correlation, 0)
@@ -188,19 +188,19 @@ class FlowWindow:
         )
 
     def look_again(self) -> None:
-        """The patience of some that wait for room changed."""
+        """Looks again at those that wait for room, as the patience of some changed."""
         if self._small.queue or self._large.queue:
             with self._lock:
                 self._ring()
 
     def close(self) -> None:
-        """Nothing will come back: wakes whoever waits for room."""
+        """Wakes whoever waits for room, as nothing will come back."""
         with self._lock:
             self._closed = True
             self._ring()
 
     def _ring(self) -> None:
-        """Needs the lock."""
+        """Wakes all that wait for room. Needs the lock."""
         for waiter in (*self._small.queue, *self._large.queue):
             waiter.changed.set()
 
@@ -243,7 +243,7 @@ class FlowWindow:
             lane.stalls += 1
 
     def _leave(self, lane: _Lane, waiter: _Waiter) -> None:
-        """A request is not to be sent, after all."""
+        """Removes a request that is not to be sent, after all."""
         with self._lock:
             if waiter in lane.queue:
                 lane.queue.remove(waiter)

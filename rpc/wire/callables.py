@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 _SINGLE_VALUES: Final = (str, bytes, bytearray, Mapping, nn.Module)
-"""Could be iterated, but one that is given is one argument whose tuple was forgotten."""
+"""Types of one argument whose tuple was forgotten, although they can be iterated."""
 
 
 def require_callable(argument: str, value: object) -> None:

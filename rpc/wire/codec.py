@@ -94,7 +94,7 @@ def find(name: bytes) -> Any:
 
 
 def encode_any(value: object) -> Encoded:
-    """As :func:`encode`, of what ``simple_values`` does not pack."""
+    """Encodes what ``simple_values`` does not pack; see :func:`encode`."""
     buffer = io.BytesIO()
     pickler = _PlainPickler(buffer, PROTOCOL)
     pickler.tensors = []
@@ -494,7 +494,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _LoadedUnpickler(_Unpickler):
-    """Refuses to import."""
+    """An unpickler that refuses to import."""
 
     def find_slowly(self, module: str, name: str) -> Any:
         loaded = sys.modules.get(module)

@@ -1,4 +1,4 @@
-"""Raising an error that is kept.
+"""Raises errors that are kept, as copies.
 
 An exception that is raised remembers the frames that it passed, and with them
 all their variables. If it is kept at a place that one of these variables keeps

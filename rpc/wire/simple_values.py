@@ -26,7 +26,7 @@ from rpc.errors import DecodeError
 from rpc.ids import new_tuple
 
 PROTOCOL: Final = 5
-"""Of every pickle that is sent."""
+"""The protocol of every pickle that is sent."""
 
 # What a payload begins with that is not an ordinary pickle, whose first byte is 0x80.
 _NOTHING: Final = b"n"  # None
@@ -35,7 +35,7 @@ _ONE_TENSOR: Final = b"t"
 _MIXED: Final = b"m"
 _A_TENSOR, _A_REFERENCE, _A_TEXT, _SOME_BYTES, _AN_INTEGER, _A_FLOAT = range(3, 9)
 _CONSTANTS: Final = (None, False, True)
-"""Their place here is their kind."""
+"""Values whose place here is their kind on the wire."""
 _SIZE: Final = struct.Struct("<I")
 _I64: Final = struct.Struct("<q")
 _F64: Final = struct.Struct("<d")
@@ -43,7 +43,7 @@ _MOST_MIXED: Final = 255
 _ATOMS: Final = frozenset({int, float, str, bytes, bool, type(None)})
 _STRIDED: Final = torch.strided
 NOT_SIMPLE: Final = object()
-"""In place of a value that is not one of these."""
+"""Returned in place of a value that is not one of these."""
 
 _SMALL_BYTES: Final = 1024
 

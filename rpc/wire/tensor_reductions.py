@@ -121,7 +121,7 @@ def reduce_sparse(tensor: Tensor) -> Any:
 
 
 def reduce_tensor_subclass(tensor: Any) -> Any:
-    """One that only adds Python state travels as a tensor; the others reduce themselves."""
+    """Reduces a subclass's tensor to a tensor if the class only adds Python state."""
     kind: Any = type(tensor)
     if tensor.layout is torch.jagged and tensor.requires_grad:
         return _reduce_jagged(tensor)
@@ -141,7 +141,7 @@ def reduce_tensor_subclass(tensor: Any) -> Any:
 
 
 def _reduce_jagged(tensor: Any) -> Any:
-    """Its own way would take it apart below autograd, and lose its gradient."""
+    """Reduces a jagged tensor; torch's way would split it below autograd, and lose its gradient."""
     lengths, ragged = tensor.lengths(), tensor._ragged_idx
     shortest, longest = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
     grad = tensor.requires_grad

@@ -81,7 +81,7 @@ _MAX_INLINE_DIMS: Final = 32
 _BYTES: Final = CODES[torch.uint8]
 
 _MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
-"""All there is: a slice of it, as of ``bytes``, copies what is there without a foreign call."""
+"""All memory, as ``bytes``: a slice of it copies what is there without a foreign call."""
 
 
 class UnpackedTensors(NamedTuple):
@@ -172,7 +172,7 @@ def pack_tensors(
 def pack_tied_tensors(
     tensors: Sequence[torch.Tensor], inline_limit: int = INLINE_LIMIT
 ) -> tuple[bytes, tuple[torch.Tensor, ...]]:
-    """As :func:`pack_tensors`, but tensors that share memory here do so where they arrive."""
+    """Packs as :func:`pack_tensors`, but tensors that share memory here do so on arrival."""
     pieces = tensor_ties.find(tensors, CODES) if len(tensors) > 1 else []
     if not pieces:
         return pack_tensors(tensors, inline_limit)

@@ -264,7 +264,7 @@ class Chain:
         return way
 
     def way(self, after: Place | None = None, to: Version | None = None) -> tuple[Version, ...]:
-        """As :meth:`route`, but looks at no files of versions.
+        """The versions to apply, as :meth:`route` gives them, but without a look at their files.
 
         Args:
             after: names what one has; None for nothing.

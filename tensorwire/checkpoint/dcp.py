@@ -149,7 +149,7 @@ class _Restricted(pickle.Unpickler):
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Torch warns that it works without process groups, which is meant."""
+    """Silences torch's warning that it works without process groups, which is meant."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

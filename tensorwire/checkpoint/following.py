@@ -68,10 +68,10 @@ class Folder:
         return self._chain.route(after)
 
     def interrupt(self) -> None:
-        """Waits for nothing anyway."""
+        """Does nothing: this waits for nothing anyway."""
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: this holds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class Follower(Generic[T]):
 
 
 class Followed(Generic[T]):
-    """A published state as those hold it who read it: how old it is, and waiting for newer ones.
+    """A published state as whoever reads it holds it: how old it is, and waiting for newer ones.
 
     May be used by several threads. Used as a context manager, it is closed at the end.
     """

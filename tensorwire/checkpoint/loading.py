@@ -51,7 +51,7 @@ class Loading:
         self._actions: list[tuple[str, Callable[[], object]]] = []
 
     def prepare(self, plain: Any, value: Any, name: str) -> Any:
-        """Notes who takes over what; returns the value with the plain data that was saved."""
+        """Notes which object takes over what; returns the value with the saved plain data."""
         spread = as_spread_out(value)
         if spread is not None:
             return self._prepare_spread(plain, value, spread, name)

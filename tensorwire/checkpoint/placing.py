@@ -1,4 +1,4 @@
-"""Puts a finished folder in the place where nothing is, or in exchange for one."""
+"""Puts a finished folder in its place, which is empty or whose folder it replaces."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def save_in_background(
     *,
     overwrite: bool = False,
 ) -> Saving:
-    """As :func:`save`, but returns as soon as everything is copied in the owners' memory.
+    """Saves like :func:`save`, but returns as soon as everything is copied in the owners' memory.
 
     Saves the state as it is now; training can go on meanwhile. Each owner needs memory for a
     copy of its own share until that is on disk.

@@ -76,12 +76,12 @@ def _write(folder: str, part: str, values: Json, known: Mapping[str, str]) -> _W
 def _write_shares(
     folder: str, part: str, shares: Sequence[tuple[str, Source]], known: Mapping[str, str]
 ) -> _Written:
-    """As :func:`_write`, at the owner of these shares."""
+    """Writes these shares at their owner; see :func:`_write`."""
     return _write(folder, part, {name: dict(source.save()) for name, source in shares}, known)
 
 
 class Publishing:
-    """Versions of a program's state, each written by :meth:`update`. Made by :func:`publish`.
+    """Publishes versions of a program's state, each by :meth:`update`. Made by :func:`publish`.
 
     Used as a context manager, it is closed at the end.
 
@@ -152,7 +152,7 @@ class Publishing:
         return written
 
     def close(self) -> None:
-        """Publishes no more; what is published stays, and another writer may go on."""
+        """Publishes no more; the published versions stay, and another writer may go on."""
         self._writer.close()
 
     def __enter__(self) -> Self:
@@ -304,7 +304,7 @@ class Following(Followed[_State]):
         return self._follower.held.version.step
 
     def value(self, name: str) -> Any:
-        """As :meth:`State.value` of the newest version.
+        """The value of the newest version under a name; see :meth:`State.value`.
 
         Args:
             name: under which it was published.
@@ -315,7 +315,7 @@ class Following(Followed[_State]):
         return self.now().value(name)
 
     def load_into(self, module: nn.Module, name: str | None = None) -> None:
-        """As :meth:`State.load_into` of the newest version.
+        """Copies weights of the newest version into a module; see :meth:`State.load_into`.
 
         Args:
             module: any that takes the state.

@@ -96,7 +96,7 @@ class Writers:
 
     @classmethod
     def here(cls) -> Writers:
-        """Those of the current worker."""
+        """The writers of the current worker."""
         return extend.worker_state("tensorwire.checkpoint", cls, cls.close)
 
     def begin(self, token: str, write: Callable[[], None]) -> None:

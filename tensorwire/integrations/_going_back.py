@@ -25,7 +25,7 @@ _STATE: Final = "trainer_state.json"
 
 
 def trainer_of(state: TrainerState) -> Trainer | None:
-    """The Trainer that is calling a callback; None if something else is.
+    """The Trainer that is calling a callback; None if something else calls it.
 
     A Trainer tells its callbacks of everything but itself, so it is looked for among the callers.
     """

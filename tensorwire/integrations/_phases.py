@@ -20,22 +20,22 @@ class SlowPhases:
         self._name = ""
 
     def step_ended(self, evaluates: bool, saves: bool) -> None:
-        """A step or an epoch is over, and this follows."""
+        """Begins the phase that follows a step or an epoch."""
         if evaluates or saves:
             self._enter("evaluation" if evaluates else "save")
 
     def predicts(self) -> None:
-        """A batch was evaluated, maybe in an evaluation that the program began itself."""
+        """Begins an evaluation, as a batch was evaluated, maybe for the program itself."""
         self._enter("evaluation")
 
     def evaluated(self, saves: bool) -> None:
-        """An evaluation is over."""
+        """Ends an evaluation."""
         self.ended()
         if saves:
             self._enter("save")
 
     def ended(self) -> None:
-        """Steps follow again, or nothing does."""
+        """Ends the phase: steps follow again, or nothing does."""
         self._name = ""
         self._phase.close()
 

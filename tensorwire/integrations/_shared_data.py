@@ -204,7 +204,7 @@ class SharedData:
             log(logs, *args, **options)
 
         def with_one_more_epoch(*args: Any, **options: Any) -> Any:
-            """For steps that are made twice, as servers refuse a push of what was dealt anew."""
+            """Adds an epoch for steps that are made twice, as some pushes are refused."""
             epochs, *others = values(*args, **options)
             return (epochs + 1, *others)
 

@@ -33,7 +33,7 @@ _NAME = "tensorwire.integrations.opentelemetry"
 
 
 def trace_calls(provider: TracerProvider | None = None) -> None:
-    """From now on each call of the current worker is a span, and each handler it runs another.
+    """Makes a span, from now on, of each call of the current worker and of each handler it runs.
 
     Call it after ``init_rpc``. Workers that serve calls of this one need not do so: they make
     spans of the calls that come with a trace's context, by their process's tracer provider.
@@ -68,7 +68,7 @@ class WithoutSpans:
         self._me = worker.info
 
     def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
-        """Nothing rides on calls."""
+        """Attaches nothing to calls."""
 
     def incoming_request(
         self, sender: int, metadata: bytes, tensors: list[torch.Tensor]
@@ -79,27 +79,27 @@ class WithoutSpans:
     def outgoing_reply(
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
     ) -> bytes | None:
-        """Replies carry nothing."""
+        """Attaches nothing to replies."""
 
     def incoming_reply(
         self, sender: int, request_metadata: bytes, metadata: bytes, tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Replies carry nothing."""
+        """Does nothing: replies carry nothing."""
         return tensors
 
     def on_message(self, sender: int, body: bytes, tensors: list[torch.Tensor]) -> bytes:
-        """Nobody sends any."""
+        """Returns nothing, as nobody sends messages."""
         return b""
 
     def on_worker_lost(self, worker_id: int, reason: str) -> None:
-        """The calls that wait for it fail, which ends their spans."""
+        """Does nothing: the calls that wait for it fail, which ends their spans."""
 
     def debug_info(self) -> dict[str, int]:
-        """Nothing to count."""
+        """Returns nothing, as there is nothing to count."""
         return {}
 
     def close(self) -> None:
-        """Exporters are the program's."""
+        """Does nothing: exporters are the program's."""
 
 
 class CallSpans(WithoutSpans):
@@ -124,7 +124,7 @@ class CallSpans(WithoutSpans):
         return _CallSpan(span)
 
     def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
-        """The context of the span that is current, which is the call's."""
+        """Attaches the context of the span that is current, which is the call's."""
         carrier: dict[str, str] = {}
         propagate.inject(carrier)
         return json.dumps(carrier).encode() if carrier else None

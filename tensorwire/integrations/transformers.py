@@ -53,8 +53,9 @@ class Mode(enum.Enum):
     """Several Trainers, each with data of its own, share what the servers have; the first one's
     values are where all begin."""
     BACKWARD = "backward"
-    """As ``SYNC``, but each gradient is pushed as soon as it is there, and freed. There is never
-    more than one parameter's gradient; so gradients cannot be clipped or accumulated."""
+    """Like ``SYNC``, but each gradient is pushed as soon as it is there, and freed. There is never
+    more than one parameter's gradient; so gradients cannot be clipped or accumulated.
+    """
 
 
 class ParameterServerCallback(TrainerCallback):
@@ -365,7 +366,7 @@ class ParameterServerCallback(TrainerCallback):
     def _move_as_one_of_several(
         self, holder: AcceleratedOptimizer, inner: torch.optim.Optimizer
     ) -> None:
-        """Under DistributedDataParallel: rank 0 has the servers, the others have rank 0."""
+        """Moves the optimizer under DistributedDataParallel: only rank 0 talks to the servers."""
         if dist.get_rank():
             if not isinstance(inner, FollowingOptimizer):
                 inner = FollowingOptimizer(inner)

@@ -179,7 +179,7 @@ class RoleAgent(SimpleElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Which seats this agent has, it learns from the plan."""
+        """Assigns nothing: this agent learns its seats from the plan."""
         offers = tuple((role.name, role.count) for role in self._roles)
         handler = self._handler
         hosts = isinstance(handler, TensorWireRendezvous) and handler.is_hosting
@@ -290,7 +290,7 @@ class RoleAgent(SimpleElasticAgent):
             self._let_go()
 
     def _exit_barrier(self) -> None:
-        """Nobody waits but for the store, and that was done."""
+        """Does nothing: agents wait for the store only, and have done so."""
 
     # --- Rounds
 
@@ -326,7 +326,7 @@ class RoleAgent(SimpleElasticAgent):
         return plan
 
     def _tell_of(self, plan: Plan) -> None:
-        """Says what of a plan was not said of earlier ones."""
+        """Logs what of a plan was not said of earlier ones."""
         running = [process.seat.name for process in self._local.running.values()]
         for line in self._chronicle.lines(plan, running):
             _logger.warning(line)

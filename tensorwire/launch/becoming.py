@@ -135,7 +135,7 @@ def _outcome(program: tuple[str, ...]) -> int:
 
 
 def _leave_traceback(error: BaseException) -> None:
-    """For the report of the job, unless torch's decorator has done so."""
+    """Writes the traceback for the report of the job, unless torch's decorator has done so."""
     path = os.environ.get(_ERROR_FILE)
     if path and not os.path.exists(path) and "torch" in sys.modules:
         errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")

@@ -50,7 +50,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the store of a rendezvous is.
+    """The place of the store of a rendezvous.
 
     Args:
         is_here: this agent hosts it, unless another one of this machine does.

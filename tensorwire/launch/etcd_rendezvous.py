@@ -102,7 +102,7 @@ class EtcdRendezvous(TensorWireRendezvous):
         return ETCD_BACKEND
 
     def _torchs_place(self) -> tuple[str, int]:
-        """A store of torch's at the first agent that asks; nothing of the job lies in it."""
+        """Hosts a store of torch's at the first agent that asks; nothing of the job lies in it."""
         found = self._values.get("torchs")
         if found is None:
             mine = address_on_the_way_to(self._host, self._port) or LOOPBACK

@@ -80,7 +80,7 @@ class GroupMembers:
             self._list.strike_off(member, reason)
 
     def ended(self, name: str, process: int, reason: str) -> bool:
-        """Strikes off a process of this host that ended, if it is listed under the name.
+        """Strikes off a process of this host that ended, if it is listed under its name.
 
         Returns:
             True if it was seen as a member.
@@ -93,7 +93,7 @@ class GroupMembers:
         return was_member
 
     def begins(self, name: str, life: int) -> None:
-        """A life of a seat begins: whoever is listed under its name is struck off.
+        """Strikes off whoever is listed under the name of a seat of which a life begins.
 
         From now on ``init_rpc`` refuses processes of earlier lives, whose agents were taken for
         dead.

@@ -47,7 +47,7 @@ from tensorwire.launch.watched import AgentWatch
 _logger = logging.getLogger("rpcrun")
 
 Started = Callable[[Seat, WorkerProcess, LocalPlace], object]
-"""Told of each process that was started."""
+"""Called with each process that was started."""
 
 
 class LocalWorkers:

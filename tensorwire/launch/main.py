@@ -154,7 +154,7 @@ def _log_to_stderr() -> None:
 
 
 def _keep_torchs_failures_out_of_the_log() -> None:
-    """Of each failure torch logs the launcher's traceback, and counts all workers as rank 0."""
+    """Keeps torch from logging, for each failure, the launcher's traceback under rank 0."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(lambda line: not str(line.msg).startswith("failed (exitcode"))
 

@@ -30,9 +30,9 @@ class Order(enum.Enum):
     STOP = "stop"
     """End the life that runs, and say so."""
     WAIT = "wait"
-    """Nothing runs; the next life begins when the role's others are ready, too."""
+    """Run nothing; the next life begins when the role's others are ready, too."""
     NOTHING = "nothing"
-    """The worker is done, or nobody holds the seat."""
+    """Do nothing: the worker is done, or nobody holds the seat."""
 
 
 class Phase(enum.Enum):
@@ -65,7 +65,7 @@ class Restarts:
     in_a_row: int = 0
 
     def after(self, soon: bool) -> Restarts:
-        """One failure more."""
+        """Counts one failure more."""
         return Restarts(self.spent + 1, self.in_a_row + 1 if soon else 1)
 
     def pause(self) -> float:
@@ -146,7 +146,7 @@ class Seat:
 
     @property
     def name(self) -> str:
-        """Of its worker."""
+        """The name of its worker."""
         return f"{self.role}:{self.number}"
 
 
@@ -198,7 +198,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Dismissal:
-    """An agent was taken out of the job, which goes on without it.
+    """The reason why an agent was taken out of the job, which goes on without it.
 
     Args:
         node: its id.
@@ -278,7 +278,7 @@ class Plan:
         return replace(self, roles=roles)
 
     def encode(self) -> str:
-        """As text for the store."""
+        """Encodes it as text for the store."""
         return json.dumps(asdict(self), default=_value_of, separators=(",", ":"))
 
     @classmethod

@@ -73,14 +73,14 @@ class OrphanWatch:
             _logger.error("the orphan watch is gone: if this agent is killed, its workers are not")
 
     def _let_go(self) -> None:
-        """A forked worker would keep the orphan watch from seeing this agent's end."""
+        """Closes its pipe in a forked worker, which would keep it from seeing this agent's end."""
         stdin = self._process.stdin
         if self._is_open and stdin is not None:
             self._is_open = False
             os.close(stdin.fileno())
 
     def dismiss(self) -> None:
-        """All is well: nothing is left to guard."""
+        """Ends it, as all is well: nothing is left to guard."""
         self.tell("well")
         self._is_open = False
         if self._process.stdin is not None:
@@ -109,7 +109,7 @@ class Program:
 
     @property
     def of_python(self) -> tuple[str, ...] | None:
-        """The program as after ``python -u``; None if it is none of this Python's."""
+        """The program as after ``python -u``; None if it is not for this Python."""
         arguments = tuple(map(str, self.arguments))
         if self.entrypoint is run_script_path:
             return arguments
@@ -153,10 +153,10 @@ class _Function:
 
 
 class Source(Protocol):
-    """Where a process comes from that has imported what workers import."""
+    """A source of processes that have imported what workers import."""
 
     def start(self, order: Order) -> ForkedProcess | subprocess.Popen[bytes]:
-        """The process, which becomes that worker.
+        """Returns the process, which becomes that worker.
 
         Raises:
             NotReadyError: there is none.
@@ -315,7 +315,7 @@ class WorkerProcess:
 
 
 def _ready(seat: Seat, program: Program, given: dict[str, Any]) -> PContext | None:
-    """Has a process that is there become the worker; None if that is not to be, or cannot be."""
+    """Has a process that is there become the worker; None if it cannot."""
     of_python = program.of_python
     if program.source is None or of_python is None or program.numa_options is not None:
         return None

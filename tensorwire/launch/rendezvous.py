@@ -70,7 +70,7 @@ DEFAULT_PORT = 29400
 LOOPBACK = "127.0.0.1"
 
 NAMESPACE = "rpcrun"
-"""Under which the launcher's values lie in the job's store."""
+"""The namespace of the launcher's values in the job's store."""
 _BARRIER = "torchelastic/agent/terminal_state/num_members"
 """The key by which torch counts arrivals at the end of a job."""
 
@@ -81,12 +81,12 @@ _BEATS_MISSED = 5
 _LOOK_SECONDS = 0.05
 _SECONDS_BETWEEN_TRIES = 0.2
 _SECONDS_OF_AN_ATTEMPT = 1.5
-"""Seconds after which what the store did not answer is asked over another connection."""
+"""Seconds after which a question that the store did not answer is asked over another connection."""
 _LONGEST_ATTEMPT = 2.0
 _TOLD_AT, _TOLD_EVERY = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0), 10.0
 _SECONDS_TO_STOP = 5.0
 _SECONDS_FOR_HOST = 1.0
-"""For the agent that hosts the endpoint, if it is one of this job's, to say so."""
+"""Seconds for the agent that hosts the endpoint, if it is one of this job's, to say so."""
 
 
 def create_handler(params: RendezvousParameters) -> TensorWireRendezvous:
@@ -166,7 +166,7 @@ class TensorWireRendezvous(RendezvousHandler):
             time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def _find_place(self) -> Place:
-        """Where the store is, as this host sees it now: names and addresses may come later."""
+        """Finds the store, as this host sees it now: names and addresses may come later."""
         try:
             resolved = resolve_host(self._endpoint)
         except OSError:
@@ -306,7 +306,7 @@ class TensorWireRendezvous(RendezvousHandler):
         return self._values.get("closed") is not None
 
     def set_closed(self) -> None:
-        """Has nobody come any more."""
+        """Lets nobody come any more."""
         self._values.set("closed", b"1")
 
     def num_nodes_waiting(self) -> int:
@@ -334,7 +334,7 @@ class TensorWireRendezvous(RendezvousHandler):
         return RendezvousInfo(self._control(is_late), self._number, size, meeting)
 
     def _torchs_place(self) -> tuple[str, int]:
-        """Where torch's store is: at the endpoint, unless another job's agent hosts that."""
+        """The place of torch's store: at the endpoint, unless another job's agent hosts that."""
         deadline = time.monotonic() + _SECONDS_FOR_HOST
         while (found := self._values.get("torchs")) is None:
             if time.monotonic() > deadline:

@@ -205,7 +205,7 @@ def _pg(value: str | None) -> str:
 
 
 _OPTIONS = {"service": _service, "max_restarts": _max_restarts, "restart": _restart, "pg": _pg}
-"""By option: says what is wrong with a value; nothing if it is right."""
+"""The check of each option: says what is wrong with a value; nothing if it is right."""
 
 
 def check_roles(roles: Iterable[Role]) -> tuple[Role, ...]:

@@ -47,7 +47,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An agent is gone: it left, or gave no sign of life for too long."""
+    """An agent is gone, because it left or gave no sign of life for too long."""
 
     node: str
 
@@ -206,7 +206,7 @@ def _exited(plan: Plan, event: Exited) -> Plan:
 
 
 def _failed(plan: Plan, seat: Seat, event: Exited) -> Plan:
-    """A worker ended badly: it, its role or the job begins again, or the job fails."""
+    """Begins the worker, its role or the job again, or fails the job, as a worker ended badly."""
     state = plan.role(seat.role)
     scope: Seat | RoleState | Plan = seat
     if state.role.restart is not Restart.WORKER:
@@ -238,7 +238,7 @@ def _can_do_without(plan: Plan, node: Node) -> bool:
 
 
 def _dismissed(plan: Plan, node: Node, seat: Seat, failure: Failure) -> Plan:
-    """An agent's workers failed too often: it is out of the job, as if it had left.
+    """Takes an agent out of the job whose workers failed too often, as if it had left.
 
     The seat begins afresh with an agent that has room of its own: none that works gives it a
     spare seat, lest it be the next to go.
@@ -357,7 +357,7 @@ def _make_own_seats(plan: Plan, role: Role) -> Plan:
 
 
 def _hand_over(plan: Plan, seat: Seat) -> Plan:
-    """To the agent with room for this role that has the fewest of it, or else to a spare seat.
+    """Gives a seat to the agent with room for its role that has the fewest of it, or to a spare.
 
     An agent that was not told of the role does not know what its workers run.
     """

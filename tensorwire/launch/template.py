@@ -99,14 +99,14 @@ class Template:
             os.waitpid(self.process, 0)
 
     def let_go(self) -> None:
-        """In a process that was forked off the agent: the template is not its own."""
+        """Lets go of the template in a process that was forked off the agent: it is not its own."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
 
 class ForkedProcess:
-    """A child that was forked elsewhere, with those methods of ``Popen`` that torch uses."""
+    """A child that was forked elsewhere, with the methods of ``Popen`` that torch uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

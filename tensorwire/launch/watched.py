@@ -58,11 +58,11 @@ class AgentWatch:
         return {WATCH: self._watch.path}
 
     def ended(self, name: str, how: str) -> None:
-        """A worker's process ended so."""
+        """Notes how a worker's process ended."""
         self._ends[name] = how
 
     def round(self, plan: Plan, processes: Mapping[int, WorkerProcess]) -> list[WorkerProcess]:
-        """Tells what is the case; returns processes that stand still and are to be killed."""
+        """Tells the watch what runs; returns processes that stand still and are to be killed."""
         local = {process.seat.name: process for process in processes.values()}
         numbers = {node.id: node for node in plan.nodes}
         workers = []

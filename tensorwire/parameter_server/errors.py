@@ -67,11 +67,11 @@ class NotATrainerError(ParameterServerError):
 
 
 class DeclarationError(ParameterServerError, ValueError):
-    """The same name stands for two different things."""
+    """A name stands for two different things."""
 
 
 class RestoreError(DeclarationError, MismatchError):
-    """A snapshot has something else by that name than what is declared."""
+    """A snapshot has something else under a name than what is declared."""
 
 
 class OutOfMemoryError(ParameterServerError):

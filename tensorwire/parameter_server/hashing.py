@@ -1,4 +1,4 @@
-"""Ids for whatever is known by a name: the same in every process, and for good."""
+"""Gives ids to whatever is known by a name: the same in every process, and for good."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from tensorwire.pipeline.trees import map_tensors
 
 
 class _Arrived(torch.autograd.Function):
-    """The identity. The result is no leaf of the graph, so torch allows it to be changed.
+    """Passes tensors on. The result is no leaf of the graph, so torch allows it to be changed.
 
     It is no copy, and counts its changes together with what came in. So torch notices if a
     backward pass needs what was changed, also that of another stage of the same worker.
@@ -18,12 +18,12 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory."""
+        """Returns the same memory."""
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """The same gradient."""
+        """Returns the same gradient."""
         return gradients[0]
 
 

@@ -114,14 +114,14 @@ class Driver:
         return total
 
     def note_loaded(self) -> None:
-        """A checkpoint was loaded, which backups do not have until the next step."""
+        """Notes that a checkpoint was loaded, which backups do not have until the next step."""
         self.coordinator.note("a checkpoint was loaded")
 
     # --- optimizers
 
     @property
     def optimizers(self) -> dict[str, PipelineOptimizer]:
-        """Those that are in use, by their keys."""
+        """The optimizers that are in use, by their keys."""
         return dict(sorted((each.key, each) for each in self._optimizers))
 
     def optimizer_key(self) -> str:

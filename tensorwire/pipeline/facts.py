@@ -40,7 +40,7 @@ class StepTimes:
         return (self.ended - self.began) / _NANOSECONDS
 
     def facts(self) -> dict[str, object]:
-        """As plain data: the share of all time, and the bubble within the step."""
+        """Returns them as plain data: the share of all time, and the bubble within the step."""
         all_seconds = (self.ended - self.before) / _NANOSECONDS
         return {
             "step seconds": round(self.seconds, 4),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class GradScaler:
-    """As ``torch.amp.GradScaler``, for a pipeline.
+    """A ``torch.amp.GradScaler`` for a pipeline.
 
     :meth:`Pipeline.batches` keeps its state with the place in the data, in checkpoints and in
     backups.

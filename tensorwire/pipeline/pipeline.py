@@ -487,7 +487,7 @@ class Pipeline:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``, over the parameters of all stages.
+        """Clips gradients like ``torch.nn.utils.clip_grad_norm_``, over all stages' parameters.
 
         Args:
             max_norm: gradients are scaled such that their norm is no more than this.

@@ -49,7 +49,7 @@ class Sessions:
 
     @classmethod
     def here(cls) -> Sessions:
-        """Those of the current worker."""
+        """The pipelines of the current worker."""
         return extend.worker_state("tensorwire.pipeline", lambda: cls(extend.worker()), cls.close)
 
     def add(
@@ -107,7 +107,7 @@ class Sessions:
             self.drop(session, "the pipeline is formed again")
 
     def close(self) -> None:
-        """The worker shuts down."""
+        """Leaves all pipelines, as the worker shuts down."""
         for end in self._endings:
             end()
         with self._lock:

@@ -151,7 +151,7 @@ class Stage:
         given: Mapping[str, Packet],
         loss: Callable[[Any], torch.Tensor],
     ) -> torch.Tensor:
-        """As :meth:`forward_to_train`, for the last stage; returns the loss, without a graph."""
+        """Runs the last stage's forward pass as in training; returns the loss, without a graph."""
         sent = self._run(step, microbatch, packets, given, loss, {LOSS: [0]})
         (value,) = sent[LOSS]
         found: torch.Tensor = value.detach()
@@ -174,7 +174,7 @@ class Stage:
     def backward_inputs(
         self, microbatch: int, gradients: Mapping[int, Gradients]
     ) -> dict[int, Gradients]:
-        """As :meth:`backward`, but leaves the weights' gradients for :meth:`backward_weights`."""
+        """Runs a backward pass but for the weights' gradients, left to :meth:`backward_weights`."""
         held = self._held[microbatch]
         edges, roots = self._roots(held, gradients)
         held.split = SplitBackward(edges, held.wanted)

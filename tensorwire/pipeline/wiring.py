@@ -52,7 +52,7 @@ class Wiring:
 
     @classmethod
     def chain(cls, stages: int, inputs: Mapping[int, Sequence[SourceName]] | None = None) -> Wiring:
-        """Connects each stage with the one before, but those in ``inputs`` as that says.
+        """Connects each stage with the one before, except where ``inputs`` says otherwise.
 
         Raises:
             ValueError: a stage does not exist, does not come before, or its output goes nowhere.

@@ -41,7 +41,7 @@ from tensorwire.pipeline.trees import map_tensors
 CHANNEL: Final = "tensorwire.pipeline/letters"
 _NEVER: Final = 2**62
 _SECONDS_TO_UNWIND: Final = 5.0
-"""Less than the driver waits for an answer."""
+"""Seconds to wait for others; less than the driver waits for an answer."""
 
 
 class Outbox:
@@ -182,7 +182,7 @@ class StageWorker:
         return run.report()
 
     def _count(self, began: int) -> None:
-        """A training step is done here."""
+        """Counts a training step that is done here."""
         before = began if self._times is None else self._times.ended
         self._times = StepTimes(before, began, time.perf_counter_ns(), self.spans)
         self.steps += 1
@@ -259,7 +259,7 @@ class StageWorker:
         return {name: parameter for _, name, parameter in self.located_parameters()}
 
     def settle(self) -> None:
-        """The last step's gradients are about to be used: they are not taken back any more."""
+        """Keeps the last step's gradients for good, as they are about to be used."""
         with self._ending:
             self._ended = None
 
@@ -434,7 +434,7 @@ def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, the module is in evaluation mode."""
+    """Has the module in evaluation mode for a block."""
     if not module.training:
         yield
         return

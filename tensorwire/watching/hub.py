@@ -65,7 +65,7 @@ class _Link:
         return answer
 
     def take(self, line: bytes) -> None:
-        """An answer came."""
+        """Takes an answer that came."""
         told = json.loads(line)
         answer = self._open.pop(told.get("number"), None)
         if answer is None:
@@ -76,7 +76,7 @@ class _Link:
             answer.set_result(told.get("answer"))
 
     def close(self) -> None:
-        """Nobody answers any more."""
+        """Fails all questions, as nobody answers any more."""
         for answer in list(self._open.values()):
             with contextlib.suppress(Exception):
                 answer.set_exception(NoAnswerError(f"{self.name} has hung up"))

@@ -129,7 +129,7 @@ class Standstill:
         return None in known or (bool(finding.waiting) and False in known)
 
     def soonest(self, now: float) -> float:
-        """When the next budget ends, if nobody makes a step before; infinity for never."""
+        """The time when the next budget ends, if nobody makes a step before; infinity for never."""
         ends = (past.last + self.budget(name) for name, past in self._pasts.items())
         return min((end for end in ends if end >= now), default=math.inf)
 
@@ -189,7 +189,7 @@ def waits(worker: WorkerView, names: Iterable[str]) -> set[str]:
 
 
 def _findings(known: Mapping[str, WorkerView], still: set[str]) -> list[Finding]:
-    """One for each group that is to blame; those that are found twice say who waits for them."""
+    """One finding for each group that is to blame; those found twice say who waits for them."""
     edges = {name: waits(worker, known) for name, worker in known.items()}
     led: dict[frozenset[str], set[str]] = {}
     for name in sorted(still):

@@ -153,5 +153,5 @@ def _plain(worker: WorkerView) -> dict[str, object]:
 
 
 def _fields(record: JobView | NodeView | WorkerView | ProcessView) -> dict[str, object]:
-    """As ``dataclasses.asdict`` has it, but without copies of all that workers told."""
+    """The fields, like ``dataclasses.asdict``, but without copies of all that workers told."""
     return {name: getattr(record, name) for name in record.__slots__}

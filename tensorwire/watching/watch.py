@@ -34,7 +34,9 @@ _LOOKS_IN_A_BUDGET: Final = 10
 _SECONDS_BEYOND_A_BUDGET: Final = 0.1
 _SECONDS_FOR_FACTS: Final = 0.8
 _SECONDS_FACTS_ARE_NEW: Final = 0.5
-"""As long as they are, nobody is asked for others, however many look at the job."""
+"""Seconds for which facts are new: meanwhile nobody is asked for others, however many look at the
+job.
+"""
 _STACKS_AT_ONCE: Final = 8
 _MOST_STACKS: Final = 32
 _SECONDS_FOR_STACKS: Final = 5.0
@@ -122,7 +124,7 @@ class JobWatch:
     # --- what the agent calls
 
     def update(self, seen: Seen) -> None:
-        """The agent knows this now."""
+        """Takes what the agent knows now."""
         with self._lock:
             before = {worker.name: worker for worker in self._seen.workers}
             self._seen = seen
@@ -265,7 +267,7 @@ class JobWatch:
                 self._others.clear()
 
     def _standstills(self) -> list[Finding]:
-        """New ones, at the one agent that looks for those of the whole job."""
+        """New standstills, at the one agent that looks for those of the whole job."""
         with self._lock:
             is_first = all(node.number >= self._node for node in self._seen.nodes)
             workers = self._all_workers()

@@ -573,7 +573,7 @@ def test_passes_on_one_parameter_in_many_threads_do_not_mix():
 
 
 def test_a_pass_that_waits_while_torch_accumulates_holds_up_none_on_other_leaves():
-    """As where DistributedDataParallel waits for a worker that needs a pass here."""
+    """DistributedDataParallel may wait like this for a worker that needs a pass here."""
     w, v = param(), param()
     waits, may_end = threading.Event(), threading.Event()
 

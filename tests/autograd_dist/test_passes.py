@@ -78,7 +78,7 @@ def test_request_that_engages_is_acknowledged_when_everything_it_caused_is():
 
 
 def engaged_by(asker, neighbours=()):
-    """As ``engaged``, by a worker that takes gradients with the acknowledgement."""
+    """Engages a worker by one that takes gradients with the acknowledgement."""
     worker = participant(MIDDLE, neighbours)
     worker.received("engaging", Gradients(5), "g5", asker)
     return worker

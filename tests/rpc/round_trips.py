@@ -13,7 +13,7 @@ def round_trip(value: object) -> Any:
 
 
 def round_trip_detached(value: object) -> Any:
-    """As over a wire: tensors arrive as new leaves."""
+    """Passes tensors on as a wire does: they arrive as new leaves."""
     encoded = encode(value)
     tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in encoded.tensors]
     return decode(encoded.payload, tensors, ())

@@ -87,7 +87,7 @@ async def slow_square(x: int) -> int:
 
 
 async def bounce_blocking(names: tuple[str, ...]) -> list[str]:
-    """As ``bounce``, and holds its loop while it waits."""
+    """Does as ``bounce``, and holds its loop while it waits."""
     await asyncio.sleep(0)
     here = whoami()
     return [here, *rpc.rpc_sync(names[0], bounce_blocking, (names[1:],))] if names else [here]

@@ -94,7 +94,7 @@ async def call_coroutine_back(number: int) -> int:
 
 
 async def flood_from_coroutine(to: str) -> list[int]:
-    """As :func:`flood`, and all that runs here runs on one thread."""
+    """Does as :func:`flood`, and all that runs here runs on one thread."""
     futures = [rpc.rpc_async(to, call_coroutine_back, args=(number,)) for number in range(FLOOD)]
     return [await future for future in futures]
 

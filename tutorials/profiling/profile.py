@@ -1,4 +1,4 @@
-"""Where does the time of a distributed step go? Four ways to look, on one small job.
+"""Four ways to see where the time of a distributed step goes, on one small job.
 
 A network is split over two workers; the trainer calls the first, which itself calls the
 second. Scanned digits go in, and after a few epochs most are read correctly. Then:

@@ -55,7 +55,7 @@ class Backoff:
         return not self._is_final and self._clock() >= self._not_before
 
     def failed(self, error: int) -> str:
-        """It did not work. After what may pass there is a pause, which doubles.
+        """Notes a failure. After what may pass there is a pause, which doubles.
 
         Args:
             error: why not, as the system's number; 0 if there is none.
@@ -72,5 +72,5 @@ class Backoff:
         return "from now on" if self._is_final else "for now"
 
     def worked(self) -> None:
-        """It did, so the next pause is a short one."""
+        """Notes a success, so that the next pause is a short one."""
         self._pause = FIRST_PAUSE_SECONDS

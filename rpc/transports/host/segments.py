@@ -305,14 +305,14 @@ class SendPool:
         return segment.region.array(position, length, partial(self._array_died, address))
 
     def _array_died(self, address: int) -> None:
-        """Takes no lock, as garbage may be collected where it is held."""
+        """Frees an array's slot; takes no lock, as garbage may be collected where it is held."""
         lent = self._lent.pop(address)
         if not lent.sent:
             lent.segment.give_up(lent.position)
         lent.segment.lent.discard(lent.position)
 
     def _take(self, length: int) -> tuple[_Segment | None, int]:
-        """Called with the lock held."""
+        """Takes a slot for ``length`` bytes. Called with the lock held."""
         usable = self._usable
         for segment in usable:
             position = segment.take_again(length)
@@ -386,7 +386,7 @@ class SendPool:
             _log.warning("no memory to share (%s): large tensors go without, %s", error, until)
 
     def answered(self, number: int, usable: bool, error: int = 0) -> None:
-        """The peer has mapped segment ``number``, or could not: then none is offered again.
+        """Notes if the peer has mapped segment ``number``; if not, none is offered again.
 
         If what it lacks may be there later, one is, after a pause that doubles. The log says
         once that large tensors go without.
@@ -421,7 +421,7 @@ class SendPool:
 
     @property
     def is_closed(self) -> bool:
-        """Nothing is offered, and nothing put, any more."""
+        """True if nothing is offered, and nothing put, any more."""
         return self._closed
 
     def close(self) -> None:

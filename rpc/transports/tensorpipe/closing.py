@@ -156,7 +156,7 @@ class CloseHandshake:
         self._answers.wait(deadline)
 
     def _await_peers(self, links: list[PeerLink], deadline: float, handlers: Handlers) -> None:
-        """Needs the lock."""
+        """Waits until all peers are finished, or have had their time. Needs the lock."""
 
         def are_finished() -> bool:
             return all(link.is_finished() for link in links)

@@ -103,7 +103,7 @@ class Readiness:
         return inquiry, True
 
     def answered(self, problem: str) -> None:
-        """The peer has said what is in the way, if anything is, or need not be asked."""
+        """Notes what is in the way, as the peer has said, or that it need not be asked."""
         inquiry, self._inquiry = self._inquiry, None
         self.is_settled = self.is_settled or not problem
         if inquiry is not None:
@@ -111,7 +111,7 @@ class Readiness:
             inquiry.settled.set()
 
     def close(self) -> None:
-        """The peer is not asked for anything any more."""
+        """Asks the peer for nothing any more."""
         self.answered("")
 
 

@@ -85,13 +85,13 @@ class PeerLink:
     lost: str | None = None
     """The reason why nothing can be sent to it; None while it can."""
     reported: bool = False
-    """The receiver was told of its loss."""
+    """True if the receiver was told of its loss."""
     broken: bool = False
-    """Its pipe is gone too, so that nothing comes from it either."""
+    """True if its pipe is gone too, so that nothing comes from it either."""
     watched: bool = False
-    """Our lifeline to it was opened."""
+    """True if our lifeline to it was opened."""
     lifeline_open: bool = False
-    """Our lifeline to it has not ended yet."""
+    """True while our lifeline to it has not ended."""
     lifeline: AnswerFuture | None = None
     """Its lifeline to us, a call that we answer when we leave."""
     loose: set[int] = field(default_factory=set)
@@ -104,21 +104,21 @@ class PeerLink:
     last_request: float = 0.0
 
     close_sent: bool = False
-    """We told it that we leave."""
+    """True if we told it that we leave."""
     close_confirmed: bool = False
-    """It confirmed that."""
+    """True if it confirmed that."""
     crossed: bool = False
-    """It confirmed, but its own CLOSE is still to be confirmed."""
+    """True if it confirmed, but its own CLOSE is still to be confirmed."""
     will_close: bool = False
-    """It refused a call because it leaves."""
+    """True if it refused a call because it leaves."""
     close_request: AnswerFuture | None = None
     """Its CLOSE, not confirmed yet."""
     announced: int = 0
     """The number of calls it made before its CLOSE."""
     parted: bool = False
-    """We confirmed its CLOSE."""
+    """True if we confirmed its CLOSE."""
     left: bool = False
-    """It closed, whether all was confirmed or not; it answers nothing any more."""
+    """True if it closed, whether all was confirmed or not; it answers nothing any more."""
 
     def __post_init__(self) -> None:
         self.life = self.peer.life

@@ -196,7 +196,7 @@ class SharedTensors:
         return offer
 
     def answered(self, answer: Payload) -> None:
-        """The peer has mapped what it was offered, or could not.
+        """Notes that the peer has mapped what it was offered, or could not.
 
         Raises:
             FrameError: it was offered no such thing.
@@ -293,7 +293,7 @@ class SharedTensors:
     # The end
 
     def stop_sending(self) -> None:
-        """The peer takes nothing any more: gives up the segments of this side."""
+        """Gives up the segments of this side, as the peer takes nothing any more."""
         if self._pool is not None:
             self._pool.close()
             self._take_back()

@@ -43,10 +43,12 @@ SELF_ID = 0
 _LAST_ID = 32_767
 _LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 POOL_THREADS = 6
-"""torch gives each call to the thread that has slept longest: the fewer, the warmer."""
+"""Threads of torch's pool: torch gives each call to the one that has slept longest, so the fewer,
+the warmer.
+"""
 _NO_TIMEOUT = 0.0
 _FROM_THE_PIPE = "(this error originated at"
-"""In whatever TensorPipe says that is wrong with a pipe, and not in what torch answers."""
+"""A part of all that TensorPipe says of a broken pipe, and of nothing that torch answers."""
 _ENDED_EARLY = "Future marked complete from outside the thread pool"
 _PRIMING_SECONDS = 60.0
 _SECONDS_TO_STOP = 10.0
@@ -466,7 +468,7 @@ def _torch_options(
 
 
 def _allow_calls() -> None:
-    """Torch refuses to carry calls until its distributed autograd knows the worker's id."""
+    """Tells torch's distributed autograd the worker's id, without which torch refuses calls."""
     from torch._C import _distributed_autograd
 
     with contextlib.suppress(RuntimeError):  # it was told another id earlier, which does as well
@@ -474,7 +476,7 @@ def _allow_calls() -> None:
 
 
 def _give_torch_an_agent_to_keep(module: Any) -> None:
-    """Torch keeps the first agent of a process, with its threads, for ever: a minimal one.
+    """Starts a minimal agent first: torch keeps a process's first, with its threads, for ever.
 
     Once in tens of thousands of times it never stops: torch wakes the thread that watches over
     timeouts without holding its lock, just before that goes to sleep.

@@ -251,14 +251,14 @@ class TensorPipeTransport:
         self._frames.watch(worker_id)
 
     def attend(self) -> None:
-        """Nothing to do: torch's threads deliver in any case."""
+        """Does nothing: torch's threads deliver in any case."""
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; torch's threads deliver meanwhile."""
         block()
 
     def wake(self) -> None:
-        """Nothing to do: who waits sleeps in a way of its own."""
+        """Does nothing: whoever waits sleeps in a way of its own."""
 
     def close(self, flush_seconds: float, handler_seconds: float = SECONDS_TO_END) -> None:
         """Leaves the group and joins torch's threads. Requests not replied to are dropped.
@@ -495,7 +495,7 @@ class TensorPipeTransport:
             self._give_up(link, f"what it sent cannot be read: {error}")
 
     def _refused(self, link: PeerLink, reason: str) -> None:
-        """A peer that leaves is reported when it says so, after the frames that it sent."""
+        """Takes a refusal; a peer that leaves is reported when it says so, after its frames."""
         leaving = reason == SHUT_DOWN
         with self._lock:
             link.lose(reason)
@@ -528,7 +528,7 @@ class TensorPipeTransport:
 
 
 def _abandon(transport: weakref.ref[TensorPipeTransport]) -> None:
-    """The process ends without ``close``.
+    """Abandons torch's agent, as the process ends without ``close``.
 
     A finalizer, as these run where the first one of the process was made, by torch's
     import: after the program's own exit hooks, which may still call and shut down. What a

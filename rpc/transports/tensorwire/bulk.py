@@ -166,7 +166,7 @@ class BulkChannel:
         self._sender.acknowledge_bulk(self._decoder.received)
 
     def acknowledge_owed(self) -> None:
-        """The same, if there is anything to tell: a transfer is whole, its memory free again."""
+        """Tells it if there is anything to tell: a transfer is whole, its memory free again."""
         if self._receipts.owed:
             self.acknowledge()
 

@@ -112,7 +112,7 @@ class Unsent:
                 self.waiters -= 1
 
     def wait_while_moving(self, at_most: int, patience: float) -> bool:
-        """The same, as long as some leave; False if none have for ``patience`` seconds."""
+        """Waits as long as some leave; False if none have for ``patience`` seconds."""
         with self._changed:
             self.waiters += 1
             try:
@@ -193,7 +193,7 @@ class Sender:
     def send_small(
         self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
     ) -> None:
-        """The same for a frame of few bytes, the usual case, without detours."""
+        """Sends or queues a frame of few bytes, the usual case, without detours."""
         if self._queue or self._unsent or not self._role.acquire(False):
             self._queue_small(kind, correlation, header, table, inline)
             self.flush()
@@ -245,7 +245,7 @@ class Sender:
         self._queue_small(kind, correlation, header, table, inline)
 
     def _keep(self, data: memoryview) -> None:
-        """For bytes of a frame that was not queued; called in the writing role."""
+        """Remembers bytes of a frame that was not queued; called in the writing role."""
         loaded = self._loaded + len(data)
         self._counter.add(len(data))
         self._loaded = loaded
@@ -283,7 +283,7 @@ class Sender:
                 self._role.release()
 
     def _spoiled(self, error: BaseException) -> None:
-        """Sending stopped in the middle: what was not sent whole is, on another connection.
+        """Ends sending in the middle: what was not sent whole is, on another connection.
 
         Nothing else would do: what has left of a frame nobody knows, and the frame may be one
         of another thread's. Called in the writing role, where there may be neither memory nor
@@ -380,7 +380,7 @@ class Sender:
         return sent
 
     def _passed_on(self) -> None:
-        """The descriptors have left, or never will; what is remembered keeps its own open."""
+        """Lets go of descriptors that left, or never will; what is remembered keeps its own."""
         if not self._remembers:
             for descriptor in self._passing:
                 os.close(descriptor)
@@ -405,19 +405,19 @@ class Sender:
         self._watch_writable(True)
 
     def writable(self) -> None:
-        """The socket takes bytes again: goes on with the queue."""
+        """Goes on with the queue, as the socket takes bytes again."""
         self._watch_writable(False)
         self._blocked = False
         self.flush()
 
     def _failed(self, error: OSError) -> None:
-        """The system does not send; called in the writing role."""
+        """Stops, as the system does not send; called in the writing role."""
         if error.errno in _OUR_FAULTS and not self._closed:
             self.fault = f"what was to be sent to it cannot be sent: {error.strerror}"
         self._stop()
 
     def _stop(self) -> None:
-        """The connection is gone; the reading half will find out by itself."""
+        """Stops, as the connection is gone; the reading half will find out by itself."""
         self._broken = True
         self.shutdown()
         self._forget_unsent()
@@ -457,7 +457,7 @@ class Sender:
         self.send_small(WireKind.ACKNOWLEDGE, received, b"", b"\1", b"")
 
     def acknowledge_bulk(self, received: int) -> None:
-        """The same on a bulk channel."""
+        """Tells the other end that ``received`` messages have arrived on a bulk channel."""
         self.send(QueuedFrame(WireKind.ACKNOWLEDGE, received, pack_pair(0, 0)))
 
     def stop(self) -> None:
@@ -509,7 +509,7 @@ class Sender:
         self.flush()
 
     def _go_on(self) -> None:
-        """Called in the writing role."""
+        """Sends the queue on a new connection; called in the writing role."""
         again, self._again = self._again, []
         self._forget_unsent()
         self._blocked = False

@@ -221,7 +221,7 @@ class Connector:
         raise ConnectError("; ".join(problems) or "it published no address")
 
     def _allow(self, seconds: float) -> float:
-        """From now on there are so many seconds; returns the time."""
+        """Allows so many seconds from now on; returns the time."""
         now = time.monotonic()
         self._seconds, self._deadline = seconds, now + seconds
         return now

@@ -18,11 +18,11 @@ from typing import Final, NamedTuple
 _LOOK_EVERY_SECONDS: Final = 0.02
 _TRIAL_SECONDS: Final = 0.005
 _LEAST_NANOSECONDS: Final = 4_000_000
-"""Less than that says little."""
+"""Time that a thread must have wanted a core before it is judged; less says little."""
 _MOST_WAITED: Final = 0.2
 """The share of the time for which a thread wanted a core that it may wait for one."""
 _MOST_WAITED_ASLEEP: Final = 0.5
-"""The same of a thread that sleeps whenever it can, and whose wake-ups count as waits."""
+"""The same share for a thread that sleeps whenever it can, and whose wake-ups count as waits."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 0.5
 
@@ -42,7 +42,7 @@ class ThreadTimes(NamedTuple):
 
 
 def thread_times() -> ThreadTimes | None:
-    """Those of the running thread; None where the kernel does not count."""
+    """The counts of the running thread; None where the kernel does not count."""
     try:
         with open("/proc/thread-self/schedstat", "rb", 0) as file:
             ran, waited, _ = file.read().split()

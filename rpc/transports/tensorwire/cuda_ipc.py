@@ -283,7 +283,7 @@ class LentMemory:
         return DeviceOffer(device.index, _OFFER_BYTES, descriptor)
 
     def answered(self, device: int, usable: bool, error: int = 0) -> None:
-        """The peer has read what was offered, or could not.
+        """Notes that the peer has read what was offered, or could not.
 
         If what it lacks may be there later, the device is offered again, after a pause. The log
         says once that its tensors go another way.

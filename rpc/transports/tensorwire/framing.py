@@ -213,7 +213,7 @@ class BulkDecoder:
         return self._received
 
     def restart(self) -> None:
-        """Another connection takes the place of this one: forgets what has not arrived whole."""
+        """Forgets what has not arrived whole, as another connection takes this one's place."""
         self._sequence = self._received
         self._section = None
         self._filled = 0

@@ -79,9 +79,9 @@ _INLINE_AT_MOST = 1 << 20
 _PLAIN_BELOW = 1 << 14
 _CHUNK_BYTES = 1 << 20
 _ANEW_SECONDS = 50e-6
-"""The other end, once told, polls for longer than that."""
+"""Seconds until the other end is told anew; once told, it polls for longer than that."""
 _LAST_BYTES = 1 << 18
-"""Copied in about the time in which a thread wakes.
+"""Bytes that are copied in about the time in which a thread wakes.
 
 Woken when copying begins, the other end takes the core that a helper was to copy with, and is
 asleep again when the frame comes: an echo of 64 MB took 11.8 ms on two cores, and now 10.4.
@@ -403,7 +403,7 @@ class Link:
         return self._assemble(frame, items, {})
 
     def bulk_event(self, event: BulkEvent, sender: Sender, descriptors: list[int]) -> Frame | None:
-        """Something complete arrived on a bulk channel; returns the frame it completed.
+        """Takes what arrived complete on a bulk channel; returns the frame it completed.
 
         Raises:
             FrameError: it is malformed.

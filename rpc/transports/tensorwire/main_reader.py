@@ -66,7 +66,7 @@ def _fresh(length: int) -> memoryview:
 
 
 def _ignore(_: int) -> None:
-    """For who remembers nothing."""
+    """Ignores an acknowledgement, for whoever remembers nothing."""
 
 
 class MainReader:
@@ -273,7 +273,7 @@ class FrameDecoder:
         return self._sequence
 
     def restart(self) -> None:
-        """Another connection takes the place of this one: forgets what has not arrived whole."""
+        """Forgets what has not arrived whole, as another connection takes this one's place."""
         self._rest = b""
         self.large = None
         self._skimmed = None

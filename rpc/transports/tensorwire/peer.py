@@ -152,7 +152,7 @@ class RemotePeer:
         return soon
 
     def send_reply(self, frame: Frame) -> None:
-        """As :meth:`send`, for the reply to a request, on the connection that brought that."""
+        """Sends the reply to a request, on the connection that brought that; see :meth:`send`."""
         if self._reason is not None:
             raise self._lost_error()
         kind, correlation, header, payload, tensors = frame
@@ -221,7 +221,7 @@ class RemotePeer:
             link.send(frame, looks)
 
     def _begin_to_connect(self, frame: Frame) -> None:
-        """Needs the lock. Without a thread for it, a request is refused; a notice waits."""
+        """Begins to connect. Needs the lock. Without a thread requests are refused, others wait."""
         name = f"tensorwire-connect-{self.name}"
         thread = Thread(target=self._connect, name=name, daemon=True)
         try:
@@ -396,7 +396,7 @@ class RemotePeer:
         authenticated.accept()
 
     def _accept_again(self, authenticated: AuthenticatedConnection) -> None:
-        """A connection in place of one that broke."""
+        """Takes a connection in place of one that broke."""
         connection = self._find(authenticated.hello, opened_here=False)
         if connection is None:
             authenticated.reject("this worker does not know the link any more")
@@ -404,7 +404,7 @@ class RemotePeer:
             self._reconnector.offered(connection, authenticated)
 
     def _answer_reconnect_request(self, authenticated: AuthenticatedConnection) -> None:
-        """The peer lost a connection that we opened; if we did not, we do now, and open another."""
+        """Breaks a connection that we opened and the peer lost, so that we open another."""
         if authenticated.hello.token != self._connector.token:
             authenticated.reject("this worker does not know the link any more")
             return
@@ -465,7 +465,7 @@ class RemotePeer:
     # The end.
 
     def _channel_ended(self, sender: Sender, reason: str) -> None:
-        """A connection was read to its end."""
+        """Takes charge of a connection that was read to its end."""
         with self._lock:
             connection = self.connections.get(sender)
         if connection is None:
@@ -476,7 +476,7 @@ class RemotePeer:
             self._given_up(connection, reason)
 
     def _given_up(self, connection: Connection, reason: str) -> None:
-        """A connection ended for good."""
+        """Takes the end for good of a connection."""
         with self._lock:
             link = self.incoming
             first_attempt = self._is_first_attempt(connection)
@@ -501,7 +501,7 @@ class RemotePeer:
         return connection in connections and all(each.reader.silent for each in connections)
 
     def _hang_up(self, reason: str) -> None:
-        """The peer is lost, or has been dropped: ends all its channels."""
+        """Ends all channels of the peer, which is lost or has been dropped."""
         with self._lock:
             first = self._reason is None
             if first:

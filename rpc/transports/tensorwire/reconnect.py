@@ -71,7 +71,7 @@ class Reconnector:
         return True
 
     def _begin_to_serve(self, connection: Connection) -> bool:
-        """Called with the lock held; False if no thread can be started for it."""
+        """Starts the thread; False if that cannot be. Called with the lock held."""
         self._broken.append(connection)
         self._changed.notify_all()
         if self._serving:
@@ -88,7 +88,7 @@ class Reconnector:
         return True
 
     def offered(self, connection: Connection, successor: AuthenticatedConnection) -> None:
-        """The peer opened a connection in place of a connection's."""
+        """Takes a connection that the peer opened in place of another."""
         with self._changed:
             offer = connection.epoch.offered(successor.hello.attempt)
             if self._closed or not self._seconds:
@@ -107,7 +107,7 @@ class Reconnector:
             connection.sender.shutdown()
 
     def _take_out(self, connection: Connection) -> bool:
-        """Called with the lock held: whoever takes a connection out is the one to go on with it."""
+        """Takes a connection out: whoever does goes on with it. Called with the lock held."""
         if self._closed or connection not in self._broken:
             return False
         self._broken.remove(connection)
@@ -128,7 +128,7 @@ class Reconnector:
         attempt: int,
         refuse: Callable[[str], object],
     ) -> None:
-        """For a connection that was taken out, and so is in nobody else's charge.
+        """Puts a new connection in place of one that was taken out, and is in no other's charge.
 
         Args:
             connection: which.

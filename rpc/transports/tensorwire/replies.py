@@ -41,14 +41,16 @@ _EDGE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _EVENTS = 16
 _RECHECK_SECONDS = 0.05
-"""A leader looks at its ``done()`` this often even if nobody calls ``wake``."""
+"""Seconds after which a leader looks at its ``done()`` even if nobody calls ``wake``."""
 _LONGEST_POLL_SECONDS = 0.001
-"""For a reply. It is due, so this is longer than for requests, which may never come."""
+"""Longest polling for a reply. That is due, so this is longer than for requests, which may never
+come.
+"""
 _HELD_AT_MOST = 16
 _TICK_SECONDS = 0.001
 _QUIET_TICKS = 50
 _UNATTENDED_SECONDS = 0.05
-"""The channels go unread for so long at most."""
+"""Seconds for which channels go unread at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class _Channel:
 
 
 def _some() -> int:
-    """Replies may always be to come."""
+    """Returns 1: replies may always be to come."""
     return 1
 
 
@@ -225,7 +227,7 @@ class ReplySide:
             block()
 
     def _lead(self, done: Callable[[], bool]) -> None:
-        """With the leadership taken, which it gives back."""
+        """Reads for all, with the leadership taken, which it gives back."""
         self._leader_thread = threading.get_ident()
         self._leader_done = done
         try:
@@ -278,7 +280,7 @@ class ReplySide:
                 self._leading.release()
 
     def _lead_within(self, done: Callable[[], bool]) -> None:
-        """On the leading thread: a signal handler that ran while it waits makes a call."""
+        """Reads on the leading thread, for a call that a signal handler makes while it waits."""
         outer, self._leader_done = self._leader_done, done
         try:
             self._read_until(done)
@@ -303,7 +305,7 @@ class ReplySide:
             raise
 
     def _look_at_all(self) -> None:
-        """After a failure: what was ready may not have been looked at, and says so only once."""
+        """Looks at all channels after a failure: what was ready says so only once."""
         for channel in list(self._channels.values()):
             try:
                 channel.handle(select.EPOLLIN | select.EPOLLOUT)
@@ -361,7 +363,7 @@ class ReplySide:
             self.flush_held()
 
     def _clear_wake_up(self) -> None:
-        """Unless it rings for another thread, which leads, or for all to end."""
+        """Clears the wake-up, unless it rings for another thread that leads, or for all to end."""
         if self._leader_thread in (0, threading.get_ident()) and not self._closed:
             self._wake_up.clear()
 

@@ -40,17 +40,21 @@ from rpc.transports.tensorwire.wakeup import WakeUp
 _log = logging.getLogger("rpc.transports.tensorwire")
 
 TICK_SECONDS = 0.004
-"""Each tick takes the interpreter lock from a handler; at 1 ms the main job lost a tenth."""
+"""Seconds between ticks. Each takes the interpreter lock from a handler; at 1 ms the main job lost
+a tenth.
+"""
 _QUIET_TICKS = 50
 _EVENTS = 64
 _LONGEST_POLL_SECONDS = 0.0005
-"""For a request; see ``replies``."""
+"""Longest polling for a request; see ``replies``."""
 _IDLE_THREADS = 8
 _SWEEP_SECONDS = 0.5
 _BATCH = 16
 
 _QUICK_SECONDS = 0.0005
-"""Shorter work is not measured: reading a thread's processor time takes half a microsecond."""
+"""Seconds below which work is not measured: reading a thread's processor time takes half a
+microsecond.
+"""
 _LONG_SECONDS = 0.002
 _WAITED_SHARE = 0.75
 
@@ -78,7 +82,7 @@ class Pace:
         """Deliveries take long enough to ask how much of it they compute."""
 
     def took(self, seconds: float, computed: float | None) -> None:
-        """A delivery ended.
+        """Notes that a delivery ended.
 
         Args:
             seconds: how long it took.

@@ -30,7 +30,7 @@ _MOST_AT_ONCE = 1 << 18
 _JOINED_BELOW = 1 << 14
 _NOTHING = memoryview(b"")
 _scratch = bytearray(_CHUNK)
-"""The system writes nothing to it: it is told to discard."""
+"""Memory for what is discarded; the system, told to discard, writes nothing to it."""
 
 
 class _TlsSession:
@@ -188,7 +188,7 @@ class TlsSocket(socket.socket):
         return self._session.seen < _CHUNK and not self._holds_bytes()
 
     def _received(self, anything: bool, missing: int) -> None:
-        """The caller gets what was decrypted. If that is less than it took, all is read."""
+        """Hands out what was decrypted. If that is less than the caller takes, all is read."""
         if missing:
             self._discard()
         if not anything and not self._session.is_over:

@@ -175,7 +175,7 @@ class TensorWireTransport:
         )
 
     def running(self) -> Running:
-        """Its parts.
+        """The parts that exist while it runs.
 
         Raises:
             AgentClosedError: it was not started.
@@ -244,7 +244,7 @@ class TensorWireTransport:
             peer.remove()
 
     def _admit(self, authenticated: AuthenticatedConnection) -> None:
-        """A connection from a proven worker: taken, refused, or kept until we know the worker."""
+        """Takes or refuses a proven worker's connection, or keeps it until we know the worker."""
         initiator = authenticated.hello.initiator
         peer = self.peers.get(initiator.worker_id)
         if self._closed:

@@ -18,7 +18,7 @@ WorkT = TypeVar("WorkT")
 _CALLERS_PER_CORE: Final = 4
 TURN_SECONDS: Final = 0.02
 IDLE_SECONDS: Final = 0.001
-"""A turn ends if for so long nobody whose turn it is sends anything."""
+"""Seconds after which a turn ends if nobody whose turn it is sends anything."""
 
 
 def callers_at_once() -> int:

@@ -32,7 +32,7 @@ from tensorwire.checkpoint.placing import DRAFT
 
 _LOCK: Final = "reader.lock"
 _SECONDS_AFTER_DAMAGE: Final = 10.0
-"""So long a version that came damaged is not fetched again."""
+"""Seconds for which a version that came damaged is not fetched again."""
 _logger: Final = logging.getLogger("tensorwire")
 
 

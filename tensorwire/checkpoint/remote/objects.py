@@ -113,7 +113,7 @@ class StoredChain:
         self._is_closed = True
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: this holds nothing."""
 
 
 def _folders(files: Any, root: str) -> dict[str, int]:

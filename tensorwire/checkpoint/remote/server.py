@@ -41,7 +41,7 @@ PUBLISHER_NAME: Final = "publisher"
 _SECONDS_TO_PROVE: Final = 5.0
 _SECONDS_TO_ASK: Final = 600.0
 _SECONDS_TO_TAKE: Final = 60.0
-"""A reader that takes not even one piece in this time is let go; it may come again."""
+"""Seconds after which a reader that takes not even one piece is let go; it may come again."""
 _SECONDS_BETWEEN_LOOKS: Final = 0.02
 _PIECE: Final = 1 << 17
 _STRANGERS: Final = 64
@@ -172,7 +172,7 @@ class _Versions:
         return self._now().way(after)
 
     def file(self, asked: messages.Read) -> tuple[Path, int]:
-        """Where a file of a version is, and its size.
+        """The path of a file of a version, and its size.
 
         Raises:
             FileNotFoundError: the version was removed, or has no such file.

@@ -59,7 +59,7 @@ class Account:
         return answer
 
     def told(self) -> dict[str, Any]:
-        """For ``Cluster.stats``."""
+        """Returns the counts for ``Cluster.stats``."""
         return {
             "staleness": dict(sorted(self.staleness.items())),
             "seconds": dict(self.seconds),

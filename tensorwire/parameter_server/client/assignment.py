@@ -79,7 +79,7 @@ class Assignment(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Others have batches under way, and this trainer has none: does what is due meanwhile."""
+        """Does what is due while others have batches under way, and this trainer has none."""
 
 
 class Dealt(Assignment):
@@ -222,7 +222,7 @@ def _keep_up(cluster: Cluster, fastest: int) -> None:
 def assignment(
     cluster: Cluster, spec: SamplerSpec, window: tuple[int, int], rank: int, least: int = 1
 ) -> Assignment:
-    """The kind that fits the sampler and the cluster; arguments as of the kinds."""
+    """Makes the kind that fits the sampler and the cluster; arguments as of the kinds."""
     if spec.num_replicas:
         return Static(cluster, spec, window, rank)
     if isinstance(cluster.consistency, BSP):

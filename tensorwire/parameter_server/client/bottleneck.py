@@ -20,7 +20,7 @@ class Watch:
         self._told: set[str] = set()
 
     def answered(self, server: str, seconds: float) -> tuple[str, float, float] | None:
-        """A server has answered.
+        """Notes that a server has answered.
 
         Returns:
             A server that is the bottleneck, with its seconds and those of the others; each

@@ -126,7 +126,7 @@ class Cluster:
         wire: Kind | Wire = FLOAT32,
         cache: Cache | None = None,
     ) -> Table:
-        """Declares a table. All who declare it must say the same of it.
+        """Declares a table. All who declare it must describe it alike.
 
         Args:
             name: unique in the cluster.
@@ -151,7 +151,7 @@ class Cluster:
         return self.declared(spec, cache)
 
     def declared(self, spec: TableSpec, cache: Cache | None) -> Table:
-        """As :meth:`table`, of what is said already."""
+        """Declares a table that is described already; see :meth:`table`."""
         known = self._declared.tables.get(spec.name)
         before = None if known is None or known.cache is None else known.cache.rules
         if known is not None and before != cache:
@@ -182,7 +182,7 @@ class Cluster:
         return self.load_dense(self.declare_dense(name, optimizer), optimizer)
 
     def declare_dense(self, name: str, optimizer: Optimizer) -> DenseSpec:
-        """The first half of :meth:`dense`: says what there will be, and moves nothing."""
+        """Declares dense parameters and moves nothing: the first half of :meth:`dense`."""
         spec = describe(name, optimizer, spread_of(optimizer))
         require_step(spec)
         self._declared.require_free(name, parameters_of(optimizer))
@@ -190,7 +190,7 @@ class Cluster:
         return spec
 
     def load_dense(self, spec: DenseSpec, optimizer: Optimizer) -> DenseGroup:
-        """The second half: has servers begin with these values, or gets theirs."""
+        """Has servers begin with these values, or gets theirs: the second half of :meth:`dense`."""
         group = DenseGroup(self, spec, optimizer)
         self._declared.hold(group)
         with self.account.stopped():
@@ -341,7 +341,7 @@ class Cluster:
         return list(self._declared.tables.values())
 
     def known(self, *names: str) -> list[Table]:
-        """Tables that were declared here."""
+        """The declared tables of these names."""
         return [self._declared.tables[name] for name in names]
 
     def _pushed(self) -> None:
@@ -349,13 +349,13 @@ class Cluster:
             self.publishing.note_step(self.step)
 
     def use_the_wait(self) -> None:
-        """Does what was left for a time at which this trainer waits."""
+        """Does work that was put off to a time at which this trainer waits."""
         what, self.meanwhile = self.meanwhile, None
         if what is not None:
             what()
 
     def pass_step(self) -> None:
-        """A step without gradients of a trainer that has nothing to train, while others have."""
+        """Makes a step without gradients while others train and this trainer has nothing to."""
         self._accept_dense(self.stepper.send(None, (), tuple(self._declared.dense), skip=True))
 
     def reload(self) -> None:
@@ -417,7 +417,7 @@ class Cluster:
         num_replicas: int | None = None,
     ) -> Samples | Files:
         """A sampler that divides samples among all trainers, each of which counts once, whoever
-        dies, joins or leaves. All who name it must say the same of it.
+        dies, joins or leaves. All who name it must describe it alike.
 
         This worker becomes a trainer, if it is none yet. Under ``ps.BSP()`` batches, or files, are
         dealt to trainers in turn, the same ones in every run; under ``ps.SSP`` and ``ps.Async``

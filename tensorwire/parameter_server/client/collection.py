@@ -240,7 +240,7 @@ class _Collection(Lookup):
         return found
 
     def extra_repr(self) -> str:
-        """For ``print(model)``."""
+        """Returns the text for ``print(model)``."""
         return ", ".join(f"{n}: {each.table.name!r}" for n, each in self.features.items())
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of all trainers together. Numbers are those of samples, of all epochs; where
-    the samples are files, those of files.
+    """The progress of all trainers together. Numbers are those of samples, of all epochs; where the
+    samples are files, those of files.
 
     Args:
         epoch: the first of which a sample is not trained; the number of epochs at the end.
@@ -162,7 +162,7 @@ def progress_of(spec: SamplerSpec, account: Account) -> Progress:
 
 
 def _under_way(spec: SamplerSpec, account: Account) -> set[int]:
-    """The batches that trainers are at."""
+    """The batches that trainers have under way."""
     if spec.num_replicas:
         shares = [spec.share(rank, 0, spec.batches) for rank in range(spec.num_replicas)]
         lefts = [account.untrained(share) for share in shares]

@@ -32,7 +32,7 @@ class Counting:
         self._asked = 0
 
     def begin(self, name: str, text: str) -> str:
-        """Has the samples of a sampler counted; returns what the first to name it said it is."""
+        """Has the samples of a sampler counted; returns its description by the first to name it."""
         found: str = self._session.servers.declare(orders.CountSamples(name, text))
         self._session.refresh()
         return found

@@ -101,7 +101,7 @@ class Lookup(nn.Module):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Says where the weight is that modules of torch have."""
+        """Raises an error that says where the weight is that modules of torch have."""
         if name == "weight":
             raise AttributeError(
                 f"{type(self).__name__} has no weight: its rows are on the servers; read some with "
@@ -110,7 +110,7 @@ class Lookup(nn.Module):
         return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which share the tables; rows stay at the servers."""
+        """Makes copies and pickles share the tables; rows stay at the servers."""
         left: dict[str, list[Any]] = {"_unique": [], "_batches": []}
         return {name: left.get(name, value) for name, value in vars(self).items()}
 
@@ -204,13 +204,13 @@ class _Module(Lookup):
         return _unique_ids(ids, self.padding_idx, self._is_ordered)
 
     def extra_repr(self) -> str:
-        """For ``print(model)``."""
+        """Returns the text for ``print(model)``."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.table.name!r}, dim={self.table.dim}{padding}"
 
 
 def in_order(unique: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, with the different ids in ascending order."""
+    """Returns the same places, with the different ids in ascending order."""
     unique, order = torch.sort(unique)
     moved = torch.empty_like(order)
     moved[order] = torch.arange(len(order))
@@ -218,7 +218,7 @@ def in_order(unique: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Another number after each change in place; None of what ``torch.inference_mode`` made."""
+    """Returns a number that each change in place changes; None for an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -348,7 +348,7 @@ class EmbeddingBag(_Module):
         )
 
     def extra_repr(self) -> str:
-        """For ``print(model)``."""
+        """Returns the text for ``print(model)``."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 

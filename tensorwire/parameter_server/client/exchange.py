@@ -109,14 +109,14 @@ class StepPush:
 
 
 UNKNOWN: Final = -1
-"""In place of a number, of a row that a trainer does not keep."""
+"""Stands for the number of a row that a trainer does not keep."""
 UNDER_WAY: Final = -2
-"""In place of a number, of a row that is in an answer which has not been taken in yet."""
+"""Stands for the number of a row that is in an answer which has not been taken in yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRows:
-    """Up to which changes this trainer knows rows that it keeps.
+    """The changes up to which this trainer knows rows that it keeps.
 
     Args:
         lives: by shard, the life of its count of changes.
@@ -129,7 +129,7 @@ class KnownRows:
     promised: Mapping[int, int] = field(default_factory=dict)
 
     def at(self, shard: int, places: Ints | None) -> Known:
-        """As one shard is told of its ids, which have these places; None for all."""
+        """Returns what one shard is told of its ids, which have these places; None for all."""
         own = self.numbers if places is None else self.numbers[places]
         if self.promised:
             own = np.where(own == UNDER_WAY, self.promised.get(shard, UNKNOWN), own)

@@ -28,10 +28,10 @@ class Stateful(Protocol):
     """A loader that can tell where it is, and go on from there."""
 
     def state_dict(self) -> Any:
-        """Where it is."""
+        """Returns the place that it has reached."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Has the next ``iter`` go on from there."""
+        """Makes the next ``iter`` go on from there."""
 
 
 class FileLoader(ABC):

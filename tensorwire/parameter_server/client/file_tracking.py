@@ -100,7 +100,7 @@ class TrackedFiles(Tracked):
             return batch, self._ticket((*((number, None) for number in ends), *marks))
 
     def _note(self, marks: tuple[Mark, ...]) -> None:
-        """A batch reaches these places."""
+        """Notes that a batch reaches these places."""
         held = {each.number for each in self._files}
         for number, position in marks:
             if number not in held:
@@ -116,7 +116,7 @@ class TrackedFiles(Tracked):
         return Ticket(self._name, (), deal, self._turn, rollbacks, parts, self._window)
 
     def _read_all(self) -> None:
-        """The loader is through with its files; those it has not looked at come once more."""
+        """Ends a reading: files that the loader has not looked at come once more."""
         files, self._files, self._batches = self._files, (), None
         for each in files:
             if self._places and each.number not in self._places:
@@ -145,7 +145,7 @@ class TrackedFiles(Tracked):
         return True
 
     def _numbered(self, ticket: Ticket) -> Ticket:
-        """The same with the pushes before each part."""
+        """Returns the parts with the pushes before each."""
         parts = [replace(part, pushes=self._pushes_of(part.file)) for part in ticket.parts]
         return replace(ticket, parts=tuple(parts))
 
@@ -175,6 +175,6 @@ class TrackedFiles(Tracked):
         return waits
 
     def _give_ends(self) -> None:
-        """The next push tells of files that have ended."""
+        """Has the next push tell of files that have ended."""
         ends, self._ends = self._ends, []
         self._cluster.given.add(self._numbered(self._ticket(tuple((n, None) for n in ends))))

@@ -58,7 +58,7 @@ class Files(Counted):
         return iter(self._offered())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As a worker process of a loader needs it: only the files that are to be read there."""
+        """Pickles what a loader's worker process needs: only the files that it is to read."""
         return _same, (self._offered(),)
 
     def _offered(self) -> Reading:

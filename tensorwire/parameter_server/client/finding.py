@@ -22,7 +22,7 @@ _LONGEST_PAUSE: Final = 0.5
 
 
 def role_or_names(where: str, servers: Sequence[str] | str) -> tuple[str, list[str]]:
-    """The argument ``servers`` of the function ``where``: a role, or else a list of names.
+    """Reads the argument ``servers`` of the function ``where``: a role, or a list of names.
 
     Returns:
         The role, empty if names are given; the names, of a role those that had been started by
@@ -91,7 +91,7 @@ def those_there(role: str) -> list[Server]:
 
 
 def worker_names(where: str, servers: Sequence[str]) -> list[str]:
-    """The argument ``servers`` of the function ``where``, if it is a list of names."""
+    """Reads the argument ``servers`` of the function ``where`` as a list of names."""
     is_list = isinstance(servers, Iterable) and not isinstance(servers, (str, bytes))
     if not is_list or not all(isinstance(each, str) for each in servers):
         raise TypeError(f"{where}: servers={servers!r} must be a list of names of workers")

@@ -12,7 +12,7 @@ from tensorwire.parameter_server.messaging.calling import verdict_on
 from tensorwire.parameter_server.messaging.settings import Meeting
 
 _PAUSE: Final = 0.25
-"""Seconds until it is looked whether the loader lives; news of what it did comes at once."""
+"""Seconds between two checks that the loader lives; news of what it did comes at once."""
 
 
 def begin(group: DenseGroup) -> None:

@@ -44,13 +44,13 @@ class StandIn(nn.Parameter):
     gradient: RowGradient
 
     def __new__(cls, gradient: RowGradient, requires_grad: bool = True) -> StandIn:
-        """No elements, but as many columns as the table."""
+        """Makes a parameter without elements, but with as many columns as the table."""
         made = super().__new__(cls, torch.empty(0, gradient.dim), requires_grad)
         made.gradient = gradient
         return made
 
     def __init__(self, gradient: RowGradient, requires_grad: bool = True) -> None:
-        """Everything is done by ``__new__``, as for any parameter."""
+        """Does nothing: ``__new__`` does everything, as for any parameter."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -66,15 +66,15 @@ class StandIn(nn.Parameter):
         self.gradient.replace(None)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """As for any tensor: called with gradients of rows as they come, and may replace them."""
+        """Registers a hook, called with gradients of rows as they come; it may replace them."""
         return _hooked(self.gradient.hooks, hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """As for any parameter: called with it when a gradient has been added."""
+        """Registers a hook, called with this when a gradient has been added."""
         return _hooked(self.gradient.later_hooks, functools.partial(hook, self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
-        """Stands for the same rows; is frozen by itself."""
+        """Makes a copy that stands for the same rows, and is frozen by itself."""
         made = memo[id(self)] = StandIn(self.gradient, self.requires_grad)
         return made
 
@@ -206,7 +206,7 @@ class RowGradient:
         return f"table {getattr(self.table, 'name', '')!r}"
 
     def only_servers_step(self, operation: str) -> str:
-        """The sentence for whoever steps rows here."""
+        """The sentence for programs that step rows here."""
         return (
             f"{operation}: the rows of {self._name} are on its servers, and an optimizer of torch "
             "alone cannot move them; make ps.Optimizer(cluster, model, ...), or move this one with "
@@ -214,7 +214,7 @@ class RowGradient:
         )
 
     def not_here(self, operation: str) -> str:
-        """The sentence for whoever computes with rows here."""
+        """The sentence for programs that compute with rows here."""
         return (
             f"{operation}: the rows of {self._name} are on its servers, so nothing can be computed "
             "of the parameter that stands for them; compute penalties of what the module returns, "
@@ -255,7 +255,7 @@ def _arrive(gradients: Sequence[RowGradient | None], ids: TableIds, rows: Tensor
 
 
 def gathered(tables: Iterable[HasGradient]) -> list[StepGradient]:
-    """The gradients of tables: those of several together that are so there, and all others."""
+    """The gradients of tables: those of several that arrived together, and all others."""
     found: list[StepGradient] = []
     parts: dict[int, list[HasGradient]] = {}
     for table in tables:

@@ -44,7 +44,7 @@ class KeptRows:
         return len(self._ids)
 
     def admit(self, wanted: TableIds) -> Ints:
-        """A batch wants rows.
+        """Keeps rows that a batch wants.
 
         Args:
             wanted: of just these tables.
@@ -111,16 +111,16 @@ class KeptRows:
         return taken
 
     def release(self, places: Ints) -> None:
-        """A batch is over that wanted rows at these places."""
+        """Lets go of the rows at these places, as the batch that wanted them is over."""
         self._users[places] -= 1
 
     def forget(self) -> None:
-        """Nothing is known any more of any row; each keeps its place."""
+        """Notes that no row is known any more; each keeps its place."""
         self._known[:] = UNKNOWN
         self._pulls[:] = 0
 
     def known(self, places: Ints, pull: int) -> Ints:
-        """Up to which change each of these rows is known, or ``UNKNOWN`` or ``UNDER_WAY``.
+        """The change up to which each of these rows is known, or ``UNKNOWN`` or ``UNDER_WAY``.
 
         Args:
             places: of the rows.
@@ -132,7 +132,7 @@ class KeptRows:
         return found
 
     def ask(self, places: Ints, pull: int) -> None:
-        """Rows are asked for beside a step, by the pull of this number."""
+        """Notes that rows are asked for beside a step, by the pull of this number."""
         self._pulls[places] = pull
 
     def lacking(self, coming: Sequence[Ints], pull: int) -> tuple[TableIds, Ints]:

@@ -91,7 +91,7 @@ class Lookahead:
         return sum(len(kept) for kept in self._kept.values())
 
     def admit(self, wanted: Sequence[TableIds]) -> None:
-        """One more batch is known.
+        """Adds a batch that is known now.
 
         Args:
             wanted: ids of tables, those of one kind together.
@@ -106,13 +106,13 @@ class Lookahead:
         self._coming.append(batch)
 
     def advance(self) -> None:
-        """The next batch is trained now; nobody wants the rows of the one before."""
+        """Goes on to the next batch; nobody wants the rows of the one before."""
         for wish in self._current:
             wish.kept.release(wish.places)
         self._current = self._coming.popleft()
 
     def forget(self) -> None:
-        """Nothing that is here may be used, as after a roll-back."""
+        """Notes that nothing that is here may be used, as after a roll-back."""
         self.close()
         for kept in self._kept.values():
             kept.forget()
@@ -149,7 +149,7 @@ class Lookahead:
         return KnownRows(dict(self._lives), known, self._due.promised)
 
     def arrived(self, rows: Sequence[StepRows], answer: Answer) -> None:
-        """The rows of :meth:`next_rows` are here."""
+        """Takes in the rows of :meth:`next_rows`."""
         by_ids = {id(wish.ids): wish for wish in self._coming[0]} if rows else {}
         asked = [by_ids[id(each.ids)] for each in rows]
         if not self._take_in_due():

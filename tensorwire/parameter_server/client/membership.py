@@ -53,13 +53,13 @@ class Membership:
             pause = min(pause * 1.5, LONGEST_PAUSE)
 
     def _beginning(self) -> str:
-        """For whom a trainer waits that joins, as far as it knows."""
+        """The trainers that a trainer waits for when it joins, as far as it knows."""
         said = int(self._session.view.settings.get("trainers", 1))
         told = f"ps.connect(trainers={said})" if said else f"{self._started} had been started"
         return f"the trainers with which cluster {self._session.cluster!r} begins ({told})"
 
     def finish(self) -> None:
-        """Pushes the last push, and leaves when it is safe everywhere; nothing if this is none."""
+        """Pushes the last push, and leaves when it is safe everywhere; nothing if no trainer."""
         session = self._session
         trainer = session.trainer
         if trainer.number < 0:

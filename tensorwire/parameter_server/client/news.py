@@ -43,7 +43,7 @@ class News:
         self.count = 0
 
     def note(self) -> None:
-        """Something has changed here."""
+        """Notes that something has changed here."""
         with self._condition:
             self.count += 1
             self._condition.notify_all()

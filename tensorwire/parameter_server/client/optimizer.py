@@ -30,7 +30,7 @@ from tensorwire.parameter_server.rows.device_memory import to_host
 
 
 class Pushing(enum.Enum):
-    """When gradients of dense parameters leave for the servers."""
+    """The times at which gradients of dense parameters leave for the servers."""
 
     STEP = "at each step"
     """All together, in ``step``. They may be clipped, scaled and accumulated before."""
@@ -252,7 +252,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def skip(self) -> None:
-        """A step without gradients, so that nobody waits for this trainer's."""
+        """Makes a step without gradients, so that nobody waits for this trainer's."""
         self._exchange(None)
 
     def _exchange(self, push: Step | None) -> None:

@@ -58,7 +58,7 @@ class Packer:
         return messages.Ask(number, name, asked.number, tables, asked.dense, known)
 
     def pulled(self, asked: PendingPull) -> None:
-        """A pull was answered; the next push of its ids may name it."""
+        """Notes that a pull was answered; the next push of its ids may name it."""
         for parted in () if asked.is_aside else asked.splits:
             self._last_pull[parted.rows.tables] = (parted, asked.number)
 

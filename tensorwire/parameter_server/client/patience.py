@@ -16,7 +16,7 @@ _LONGEST_GAP: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Vain:
-    """Tries that found nobody: since when, and when the last one was."""
+    """Tries in a row that found nobody, with the times of the first and the last."""
 
     since: float
     last: float
@@ -34,11 +34,11 @@ class Patience:
         self._vain: dict[Hashable, _Vain] = {}
 
     def answered(self, whom: Hashable) -> None:
-        """Somebody answered."""
+        """Notes that somebody answered."""
         self._vain.pop(whom, None)
 
     def failed(self, whom: Hashable, now: float) -> bool:
-        """A try found nobody; True if that is so for too long.
+        """Notes a try that found nobody; True if that is so for too long.
 
         Args:
             whom: a shard's number, or another name for who was to answer.

@@ -45,7 +45,7 @@ class Pooling:
 
     @property
     def batch(self) -> int:
-        """Bags of each feature."""
+        """The number of bags of each feature."""
         return self.features[0].batch
 
     def order(self) -> Tensor:
@@ -55,7 +55,7 @@ class Pooling:
         return self._order
 
     def bags(self) -> tuple[Tensor, Tensor]:
-        """Where each bag ends, ``(features, batch)``, and the bag of each id."""
+        """The end of each bag, ``(features, batch)``, and the bag of each id."""
         each = {feature.each for feature in self.features}
         (one,) = each if len(each) == 1 else (None,)
         if one is not None:
@@ -89,7 +89,7 @@ def _column(parts: list[Tensor | None], features: Sequence[FeatureIds]) -> Tenso
 
 
 def _shares(feature: FeatureIds) -> Tensor | None:
-    """One by the number of ids of the bag of each id; None if that is one everywhere."""
+    """One divided by the number of ids of the bag of each id; None if that is one everywhere."""
     if feature.each == 1:
         return None
     lengths = feature.sizes()
@@ -169,7 +169,7 @@ class _PoolBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Linear, as the forward pass is."""
+        """Does what the forward pass does, as that is linear."""
         return None, None, None, pooled(ctx.poolings, grads, ctx.columns)
 
 

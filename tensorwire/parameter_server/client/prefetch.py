@@ -87,7 +87,7 @@ def prefetch(
 def _tracked_batches(
     tracked: Tracked, wants: _Wants, reading: Callable[..., Iterator[Any]]
 ) -> Iterator[Any]:
-    """As ``reading``, but drops what was read ahead when samples are given out anew."""
+    """Yields what ``reading`` does; drops what was read ahead when samples are dealt anew."""
     for turn in tracked.turns():
         try:
             yield from reading(turn, wants, turn.give)
@@ -126,7 +126,7 @@ def _always() -> bool:
 def _batches(
     loader: Iterable[Batch], wants: _Wants, may_give: Callable[[], bool] = _always
 ) -> Iterator[Batch]:
-    """Two behind what is read; ends before a batch that may not be given out any more."""
+    """Yields batches, two behind what is read; ends before one that may not be given out now."""
     batches = iter(loader)
     known = deque(itertools.islice(batches, 1))
     if known:
@@ -192,7 +192,7 @@ class _Wants:
 
     @property
     def cluster(self) -> Cluster:
-        """Where the tables are."""
+        """The cluster that has the tables."""
         found: Cluster = self._modules[0].tables[0].cluster
         return found
 
@@ -300,7 +300,7 @@ class _Wants:
 
 
 def _together(modules: Sequence[Lookup], needs: list[TableIds]) -> list[TableIds]:
-    """The same ids, those of all tables of one kind together, and no table twice."""
+    """The same ids: those of all tables of one kind together, and no table twice."""
     if len(modules) == 1:
         return needs
     tables: dict[str, Table] = {t.name: t for module in modules for t in module.tables}

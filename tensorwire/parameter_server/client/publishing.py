@@ -1,4 +1,4 @@
-"""Publishes versions of the cluster's state from a thread beside training: when, which, where.
+"""Publishes versions of the cluster's state from a thread beside training.
 
 The trainer that publishes is the one writer of the chain. It has the shards write what they have at
 a cut into a draft, commits the draft, and only then tells the coordinator, so that shards forget
@@ -40,7 +40,7 @@ _logger: Final = logging.getLogger("tensorwire")
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Each time that this trainer has made so many pushes.
+    """Makes a version due each time that this trainer has made so many pushes.
 
     Args:
         count: how many, at least 1.
@@ -58,7 +58,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Each time that so much time is over.
+    """Makes a version due each time that so many seconds are over.
 
     Args:
         seconds: how much, at least 0.001.
@@ -93,16 +93,16 @@ class Due:
         self._is_wanted = True
 
     def stepped(self, step: int) -> None:
-        """This trainer has made so many pushes; fewer than before if it went back."""
+        """Notes how many pushes this trainer has made; fewer than before if it went back."""
         self._step = step
         self._from_step = min(self._from_step, step)
 
     def want(self) -> None:
-        """One is due now."""
+        """Makes a version due now."""
         self._is_wanted = True
 
     def is_due(self, now: float) -> bool:
-        """True if one is."""
+        """True if a version is due."""
         if isinstance(self._every, Steps):
             return self._is_wanted or self._step - self._from_step >= self._every.count
         return self._is_wanted or now - self._from_time >= self._every.seconds
@@ -114,7 +114,7 @@ class Due:
         return max(0.0, self._from_time + self._every.seconds - now)
 
     def begun(self, now: float) -> None:
-        """The one that was due is being taken; what was due beside it is in it."""
+        """Notes that a version is being taken; whatever was due beside it is in it."""
         if isinstance(self._every, Steps):
             count = self._every.count
             self._from_step += (self._step - self._from_step) // count * count
@@ -224,7 +224,7 @@ class Publishing:
             self._thread.join()
 
     def note_step(self, step: int) -> None:
-        """This trainer has made so many pushes."""
+        """Notes how many pushes this trainer has made."""
         with self._changed:
             self._due.stepped(step)
             if self._is_due():
@@ -268,7 +268,7 @@ class Publishing:
                 self._changed.notify_all()
 
     def _wait_until_due(self) -> bool:
-        """False if there will be no more."""
+        """Waits until a version is due; False if there will be no more."""
         with self._changed:
             while not self._is_due():
                 if self._is_stopping:
@@ -286,7 +286,7 @@ class Publishing:
             self._take_as(Kind.BASE)
 
     def _take_as(self, kind: Kind) -> bool:
-        """False if it cannot be told by what has changed."""
+        """Takes a version of this kind; False if it cannot be told by what has changed."""
         number = self._writer.next_number()
         try:
             draft, at = self._writer.folder_of(number), time.time()

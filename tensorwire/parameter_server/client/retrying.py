@@ -98,7 +98,7 @@ class Retrier:
         self._condition.notify_all()
 
     def answered(self) -> None:
-        """A server took something, so the next pause is short."""
+        """Notes that a server took something, so the next pause is short."""
         self._pause = PAUSE
 
     def forget(self) -> None:

@@ -38,7 +38,7 @@ class Room:
         self._told: dict[tuple[int, Server], int] = {}
 
     def told(self, shard: int, head: Server, room: int) -> None:
-        """A server has so many bytes left."""
+        """Notes how many bytes a server has left."""
         self._told[shard, head] = room
 
     def refusal(

@@ -117,7 +117,7 @@ class RowFetcher:
         return [*found, *alone.values()]
 
     def announce(self, wanted: Sequence[TableIds]) -> None:
-        """Has rows of the next batch come with the next step, or sets out for them now.
+        """Has rows of the next batch come with the next step, or begins to fetch them now.
 
         Args:
             wanted: ids of tables, those of one kind together.
@@ -128,7 +128,7 @@ class RowFetcher:
             self._announced = list(wanted)
 
     def bring(self, wanted: Sequence[TableIds], later: int = 0) -> None:
-        """Sets out for rows, in one message to each server.
+        """Begins to fetch rows, in one message to each server.
 
         Args:
             wanted: ids of tables, those of one kind together.
@@ -148,7 +148,7 @@ class RowFetcher:
         return [self._step_rows(ids, 1) for ids in announced if known.issuperset(ids.tables)]
 
     def promised(self, rows: Sequence[StepRows], sent: Exchanging) -> None:
-        """Rows come with an answer, in this order; :meth:`fetch` hands them out in their step."""
+        """Notes rows that come with an answer; :meth:`fetch` hands them out in their step."""
         step = self._cluster.step
         self._ready = [each for each in self._ready if each.step >= step]
         if self.ahead is not None and rows and rows[0].known is not None:
@@ -160,7 +160,7 @@ class RowFetcher:
             self._ready.append(each)
 
     def bring_ahead(self) -> None:
-        """Sets out for the rows of the first batch of those that are known ahead."""
+        """Begins to fetch the rows of the first batch of those that are known ahead."""
         assert self.ahead is not None
         self._forget_what_was_undone()
         tables = {table.name for table in self._cluster.tables}

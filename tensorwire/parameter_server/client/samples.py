@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MOST_BATCHES: Final = 32
 _MOST_SAMPLES: Final = 1 << 16
-"""The indices of so many batches and samples are computed together."""
+"""Batches and samples whose indices are computed together."""
 
 
 @dataclass(frozen=True, slots=True)

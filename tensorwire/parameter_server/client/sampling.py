@@ -1,4 +1,4 @@
-"""Declares what trainers train: makes the samplers of a cluster."""
+"""Makes the samplers of a cluster, which declare what trainers train."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def files_of(cluster: Cluster, files: Sequence[Any], about: SamplerArguments) ->
 
 
 def require_no_batches(length: int | None, batch_size: int | None, drop_last: bool | None) -> None:
-    """Refuses what is said of batches beside files.
+    """Refuses arguments that are about batches beside files.
 
     Raises:
         ValueError: something is.

@@ -20,7 +20,7 @@ class Watch:
         self._has_looked = False
 
     def require_plain(self) -> None:
-        """To be called with the first gradient.
+        """Checks the first gradient; to be called with it.
 
         Raises:
             ValueError: there is such a scaler in this process.

@@ -76,7 +76,7 @@ class Servers:
             )
 
     def declare(self, what: orders.Announce | orders.CountSamples) -> Any:
-        """Tells the coordinator of something new; returns what the first to name it said it is.
+        """Tells the coordinator of something new; returns the description by the first to name it.
 
         Raises:
             UnreachableError: that took too long; rows may be moving to other servers.
@@ -135,7 +135,7 @@ class Servers:
             self.spread()
 
     def found_nobody(self, whom: Hashable, which: str) -> None:
-        """A try to reach a server found nobody.
+        """Notes a try to reach a server that found nobody.
 
         Args:
             whom: see ``Patience``.
@@ -159,7 +159,7 @@ class Servers:
             )
 
     def reached(self, whom: Hashable) -> None:
-        """A server has answered."""
+        """Notes that a server has answered."""
         self.patience.answered(whom)
 
     def _has_heard_of(self, server: Server) -> bool:

@@ -234,7 +234,7 @@ class Session:
         return answers.joined(asked, self._specs)
 
     def drop(self, asked: PendingPull) -> None:
-        """Nobody will wait for the answer to a pull."""
+        """Drops the answer to a pull, for which nobody will wait."""
         with self._acting():
             self._asked.pop(asked.number, None)
 
@@ -276,7 +276,7 @@ class Session:
         return refused
 
     def keep(self, number: int) -> None:
-        """The gradients of a push may change from now on: copies what is not safe yet."""
+        """Copies the gradients of a push that are not safe yet, as they may change from now on."""
         with self._acting():
             whole: StepPush | None = self._kept.whole(number)
             for each in whole.dense.values() if whole is not None else ():
@@ -322,7 +322,7 @@ class Session:
     def _post(
         self, shard: int, number: int, whole: StepPush | None, asked: PendingPull | None
     ) -> None:
-        """Sends a push, a pull or both to a shard, soon."""
+        """Sends a push, a pull or both to a shard, on another thread."""
         found = self.view.shard(shard)
         if found is None or not found.chain:
             self._note_reached(shard, found is None)
@@ -395,7 +395,7 @@ class Session:
     def _refused_for_memory(
         self, shard: int, number: int, asked: PendingPull | None, text: str
     ) -> None:
-        """An empty push takes its place, so that nobody waits for it."""
+        """Puts an empty push in the place of one without memory, so that nobody waits for it."""
         rest = "; others have taken their parts" if len(self.view.active) > 1 else ""
         text = f"nothing was taken by it: {text}{rest}"
         self._errors.setdefault(number, errors.OutOfMemoryError(text))
@@ -475,7 +475,7 @@ class Session:
             self._see(View.decode(body.decode()))
 
     def refresh(self) -> None:
-        """Looks into the store."""
+        """Reads the view in the store, and acts on it."""
         found = self._meeting.view(self.cluster)
         if found is not None:
             with self._acting():
@@ -542,18 +542,18 @@ class Session:
     # --- trainers
 
     def begin(self, number: int, count: int) -> None:
-        """This worker is a trainer now, whose first push has this number."""
+        """Makes this worker a trainer, whose first push has this number."""
         with self._acting():
             self.trainer.begin(number, count)
 
     def begin_to_finish(self) -> None:
-        """The next push is the last one, unless the cluster goes back first."""
+        """Marks the next push as the last one, unless the cluster goes back first."""
         with self._naming_all_lost(), self._acting():
             self._raise_failure()
             self.trainer.is_finishing = True
 
     def takes_deals(self, shard: int, deals: int) -> bool:
-        """A shard's head tells the latest deal of samples; False if it keeps nothing any more."""
+        """Notes the latest deal that a shard's head tells; False if it keeps nothing any more."""
         with self._acting():
             is_there = self.view.shard(shard) is not None
             self.deals = deals if is_there else self.deals

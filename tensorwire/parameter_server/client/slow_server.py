@@ -32,7 +32,7 @@ class SlowServer:
         self._watch = Watch()  # guarded by the lock
 
     def answered(self, server: str, seconds: float) -> None:
-        """An answer took so long; the log says so if this server is the one that all wait for."""
+        """Notes how long an answer took; logs it if this server is the one that all wait for."""
         with self._lock:
             found = self._watch.answered(server, seconds)
         if found is None:

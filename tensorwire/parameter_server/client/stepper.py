@@ -39,11 +39,11 @@ class NanPolicy(enum.Enum):
     """The treatment of a step with a gradient that is infinite or not a number."""
 
     RAISE = "raise"
-    """``GradientError``; nothing is pushed, and no clock moves."""
+    """Raises ``GradientError``; nothing is pushed, and no clock moves."""
     SKIP = "skip"
-    """An empty push goes out in its place, and is counted in ``Cluster.stats``."""
+    """Pushes an empty push in its place, which is counted in ``Cluster.stats``."""
     COUNT = "count"
-    """It is pushed as it is, and counted."""
+    """Pushes it as it is, and counts it."""
 
 
 class Stepper:

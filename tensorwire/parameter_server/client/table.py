@@ -65,7 +65,7 @@ class Table:
         return f"Table({self.name!r}, dim={self.dim}, optimizer={self.rule!r})"
 
     def __deepcopy__(self, memo: object) -> Table:
-        """The same table: its rows are at the servers, and are not copied."""
+        """Returns the same table: its rows are at the servers, and are not copied."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Table], tuple[Any, ...]]:
@@ -203,7 +203,7 @@ class Table:
             raise ValueError(f"table {self.name!r}: ids are {ids.layout}, not dense")
 
     def gradients(self, ids: Tensor, grad: Tensor) -> Gradients:
-        """As a step."""
+        """The gradients as a step."""
         return Gradients({self.name: self.gradient_of(ids, grad)})
 
 

@@ -51,7 +51,7 @@ class GroupRule:
         self._rests_at_zero = table.rule.rests_at_zero
 
     def follow(self) -> bool:
-        """The table gets a rule with the hyper-parameters that the group has now.
+        """Gives the table a rule with the hyper-parameters that the group has now.
 
         Returns:
             False if rows do not move at all with these.

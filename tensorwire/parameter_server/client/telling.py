@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def told_of(cluster: Cluster) -> dict[str, Any]:
-    """For ``Cluster.stats``."""
+    """Returns the facts for ``Cluster.stats``."""
     session = cluster.session
     session.servers.require_own_process()
     session.refresh()

@@ -61,15 +61,15 @@ class Given:
         return len(self._tickets)
 
     def add(self, ticket: Ticket) -> None:
-        """A batch is given out."""
+        """Notes a batch that is given out."""
         self._tickets.append(ticket)
 
     def forget(self) -> None:
-        """Nothing that was given out will be pushed."""
+        """Forgets what was given out, as it will not be pushed."""
         self._tickets.clear()
 
     def take(self, rollbacks: int) -> Batches | None:
-        """A push is made of all that was given out, unless the cluster went back meanwhile.
+        """Makes a push of all that was given out, unless the cluster went back meanwhile.
 
         Args:
             rollbacks: how often the cluster went back.
@@ -148,7 +148,7 @@ class Tracked(ABC):
                 yield batch
 
     def turns(self) -> Iterator[Turn]:
-        """Yields what is to be done one after the other, until everything is trained."""
+        """Yields the turns one after the other, until everything is trained."""
         self._cluster.given.forget()
         while self._goes_on():
             yield Turn(self)
@@ -223,7 +223,7 @@ class Tracked(ABC):
         return is_done
 
     def recover(self, error: RolledBack) -> None:
-        """The cluster went back while this trainer had nothing under way: goes on from there."""
+        """Goes on where the cluster went back to, as this trainer had nothing under way."""
         _logger.warning(
             "sampler %r goes on at step %d, as the cluster went back: %s",
             self._name, error.step, error,
@@ -329,7 +329,7 @@ class Turn:
         return batch
 
     def give(self) -> bool:
-        """The first of the batches that were read and not given out is given out now.
+        """Gives out the first of the batches that were read and not given out.
 
         Returns:
             False if the turn is over, and this batch and those behind it are to be dropped.

@@ -40,7 +40,7 @@ class Trainer:
     is_finishing: bool = False
 
     def begin(self, number: int, count: int) -> None:
-        """It is a trainer now, whose first push has this number."""
+        """Makes it a trainer, whose first push has this number."""
         self.number = number
         self.next = self.first = count
 
@@ -51,11 +51,11 @@ class Trainer:
 
     @property
     def reads(self) -> int:
-        """The step whose rows it wants, see ``decisions.reads.Pull``."""
+        """The step whose rows it wants; see ``decisions.reads.Pull``."""
         return self.next if self.number >= 0 and not self.is_finishing else AT_ONCE
 
     def go_back(self, client: Client, view: View, snapshot: Snapshot) -> Undone | None:
-        """The cluster went back to a snapshot.
+        """Notes that the cluster went back to a snapshot.
 
         Args:
             client: this life of the worker.

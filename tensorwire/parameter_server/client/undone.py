@@ -12,9 +12,9 @@ from tensorwire.parameter_server.decisions.views import Client, View
 from tensorwire.parameter_server.messaging.settings import Meeting
 
 _SECONDS: Final = 5.0
-"""For which trainers are waited for to say it."""
+"""Seconds for which trainers are waited for to say it."""
 _LONGEST_PAUSE: Final = 0.5
-"""Before it is looked again without news, as of one whose loss nobody has told of."""
+"""Seconds before a look without news, as of one whose loss nobody has told of."""
 
 
 def undone_of_others(
@@ -25,7 +25,7 @@ def undone_of_others(
     latest: Callable[[], View],
     news: News,
 ) -> Counter[str]:
-    """By name, how many pushes were undone of other trainers, present and former ones.
+    """The number of pushes that were undone of other trainers, present and former ones, by name.
 
     A trainer that died meanwhile is not waited for.
 

@@ -88,12 +88,12 @@ class Clock:
 
     @property
     def accounts_at_cut(self) -> Mapping[str, Account]:
-        """The same, as they were at the last cut that was reached."""
+        """The accounts of samples as they were at the last cut that was reached."""
         return self._accounts_at_cut
 
     @property
     def deals(self) -> int:
-        """Changes whenever samples are given out anew."""
+        """A number that changes whenever samples are given out anew."""
         return sum([each.deal.number for each in self._accounts.values()])
 
     @property
@@ -146,7 +146,7 @@ class Clock:
     # --- trainers
 
     def push(self, push: Push) -> list[Effect]:
-        """A push came, for the first time or again."""
+        """Takes a push that came, for the first time or again."""
         trainer, number = push.trainer, push.number
         if number < max(self._counts.get(trainer, 0), self._taken.get(trainer, 0)):
             return [Taken(trainer, number)]
@@ -164,7 +164,7 @@ class Clock:
         return effects + self._advance()
 
     def silence(self, trainer: int) -> int | None:
-        """A trainer was lost: takes nothing more of it.
+        """Takes nothing more of a trainer that was lost.
 
         Returns:
             How many of its pushes are here, without a gap; None if it is unknown here.
@@ -173,7 +173,7 @@ class Clock:
         return self._reach(trainer) if trainer in self._counts else None
 
     def settle(self, trainer: int, keep: int) -> list[Effect]:
-        """Of a lost trainer the first ``keep`` pushes count; then it is no longer waited for."""
+        """Counts the first ``keep`` pushes of a lost trainer, which is not waited for then."""
         if trainer not in self._members:
             return []
         self._silenced.add(trainer)
@@ -209,7 +209,7 @@ class Clock:
     # --- samples
 
     def lease(self, asked: LeaseAsked) -> Leased | NoLessor:
-        """A trainer asks for batches; the shard with the lowest number of all gives them."""
+        """Gives a trainer batches, at the shard with the lowest number of all."""
         account, trainer = self._accounts.get(asked.sampler), asked.trainer
         is_lessor = self.is_open and all(self._shard < other for other in self._others)
         is_here = trainer in self._members and trainer not in self._silenced
@@ -231,7 +231,7 @@ class Clock:
             self._holding = change
 
     def release(self, change: int) -> list[Effect]:
-        """The change was given up: goes on as if there had been no ``hold``."""
+        """Goes on as if there had been no ``hold``: the change was given up."""
         if self._holding is None or self._holding > change:
             return []
         self._holding = None
@@ -254,7 +254,7 @@ class Clock:
         return source in self._awaited
 
     def imported(self, source: int, accounts: Mapping[str, Account] | None = None) -> list[Effect]:
-        """The rows that a shard had to send are here, and its accounts of samples at the cut."""
+        """Takes the rows, and the accounts of samples at the cut, that a shard had to send."""
         self._accounts = {**(accounts or {}), **self._accounts}
         self._awaited.discard(source)
         return self._advance()
@@ -267,7 +267,7 @@ class Clock:
         return self._together or bool(self._accounts)
 
     def heard(self, source: int, ready: Ready) -> list[Effect]:
-        """Another shard tells how many pushes it has; calls overtake each other."""
+        """Notes how many pushes another shard has; calls overtake each other."""
         known = self._heard.get(source)
         if known is not None and known.epoch == ready.epoch:
             reach = {
@@ -280,7 +280,7 @@ class Clock:
         return self._advance()
 
     def _tell(self, step: tuple[Push, ...]) -> list[Effect]:
-        """All pushes of a step are here: the other shards must know, unless a cut says so."""
+        """Tells the other shards that all pushes of a step are here, unless a cut says so."""
         if not self._is_whole or not self._others or not step or self._cut is not None:
             return []
         reach = {each: self._reach(each, self.epoch) for each in self._counts}

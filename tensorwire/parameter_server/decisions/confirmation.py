@@ -1,4 +1,4 @@
-"""Decides on which view of a cluster a newcomer may act, given what it read in the group's store.
+"""Decides by which view of a cluster a newcomer may act, given the one it read in the store.
 
 A store may belong to somebody else, who can put an old view back, or delete it. Whoever has read a
 later one goes on with that; a worker that has just come remembers nothing. So before it acts on a
@@ -60,7 +60,7 @@ class Confirmation:
         return sorted(self.waiting)
 
     def missed(self, server: Server) -> None:
-        """A call failed, but not as that life is over: it met the life before, of the same name.
+        """Notes a call that failed because it met the life before, of the same name.
 
         News of this one may have come meanwhile, or are still to come.
         """
@@ -68,7 +68,7 @@ class Confirmation:
         self.unheard.add(server)
 
     def answered(self, server: Server, known: View | None) -> None:
-        """A server has told the view that it knows; None if it knows none, or is gone."""
+        """Takes the view that a server knows; None if it knows none, or is gone."""
         self.waiting.discard(server)
         if known is None:
             return

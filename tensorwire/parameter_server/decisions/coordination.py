@@ -79,7 +79,7 @@ class Coordinator(Publishing):
         return self._flush()
 
     def server_lost(self, server: Server, is_proven: bool = False) -> list[Effect]:
-        """A server is gone.
+        """Takes note that a server is gone.
 
         Args:
             server: which.
@@ -99,7 +99,7 @@ class Coordinator(Publishing):
                 self._begin(self._drop_server(server))
 
     def server_came(self, server: Server) -> list[Effect]:
-        """A server is there."""
+        """Takes note that a server is there."""
         self._note_living(server)
         for task in list(self._tasks):
             if task.names is not None and task.names <= self._names_living():
@@ -107,7 +107,7 @@ class Coordinator(Publishing):
         return self._flush()
 
     def _note_living(self, server: Server) -> None:
-        """A server is there; its former lives are over, also if nothing was heard of their ends."""
+        """Notes a server's life; its former ones are over, even if nobody heard of their ends."""
         self._living.add(server)
         known = views.servers_of(self.view) | self._living
         for former in sorted(each for each in known if _is_before(each, server)):
@@ -115,7 +115,7 @@ class Coordinator(Publishing):
         self._count_votes()
 
     def worker_lost(self, name: str, incarnation: int) -> list[Effect]:
-        """A worker is gone, and may have been a trainer, or about to be one."""
+        """Takes note that a worker is gone, which may have been a trainer, or about to be one."""
         for client in [*self._arrivals, *(trainer.client for trainer in self.view.trainers)]:
             if (client.name, client.incarnation) == (name, incarnation):
                 self._gone.add(client)
@@ -127,7 +127,7 @@ class Coordinator(Publishing):
         return self.publisher_lost(name, incarnation)
 
     def asked(self, request: int, what: orders.Request) -> list[Effect]:
-        """Somebody wants something."""
+        """Takes a request."""
         if self._resigned:
             return [Fail(request, "")]
         if self.view.broken:
@@ -205,7 +205,7 @@ class Coordinator(Publishing):
         yield from self._conform(statuses, sorted(expected - known))
 
     def _finish_cut(self) -> Generator[Wait, Any, dict[int, Status]]:
-        """A cut that some shard was told is told to all; one that none was told is given up."""
+        """Finishes a cut: one that some shard was told is told to all, any other is given up."""
         answers = yield self._to_all(orders.Query())
         statuses: dict[int, Status] = {s: each for s, each in answers.items() if each is not None}
         cuts = [each.cut for each in statuses.values() if each.cut is not None]
@@ -293,7 +293,7 @@ class Coordinator(Publishing):
         return said or max(self._started[who] for who in new)
 
     def _join(self) -> Steps:
-        """All who have asked join at one cut."""
+        """Makes all who have asked trainers, at one cut."""
         before = self.view.joined
         yield Edit(self._with_arrivals)
         new = [trainer for trainer in self.view.trainers if trainer.number >= before]
@@ -315,7 +315,7 @@ class Coordinator(Publishing):
                 self._effects += [Reply(request, trainer.number) for request in requests]
 
     def _leave(self, request: int, what: orders.Leave) -> Steps:
-        """A trainer has finished, unless the cluster went back and it must do so once more."""
+        """Lets go of a trainer that has finished, unless the cluster went back meanwhile."""
         before = self.view.trainers
         yield Edit(lambda view: _without_leaver(view, what))
         if what.generation != self.view.generation:
@@ -331,7 +331,7 @@ class Coordinator(Publishing):
         self._effects.append(Reply(request, None))
 
     def _dismiss_soon(self, number: int) -> None:
-        """A trainer was lost.
+        """Begins to dismiss a trainer that was lost.
 
         Under BSP no cut waits for it, as what one shard has applied all have; so this may wait for
         a move, which drops what was split by the old map. Otherwise a cut may wait for this.
@@ -355,7 +355,7 @@ class Coordinator(Publishing):
         return frozenset(_life_of(each) for each in clients if each in gone)
 
     def _dismiss(self, number: int) -> Steps:
-        """A trainer was lost."""
+        """Dismisses a trainer that was lost."""
         clients = [t.client for t in self.view.trainers if t.number == number]
         if not self._certainly_gone.issuperset(clients):
             yield Majority(frozenset(map(_life_of, clients)) | self._lost_trainers())
@@ -390,7 +390,7 @@ class Coordinator(Publishing):
         return [t.number for t in view.trainers if t.client in self._certainly_gone]
 
     def _declare(self, request: int, what: orders.Announce) -> Steps:
-        """The first to declare a name says what it is.
+        """Enters a declaration; the first to declare a name says what it is.
 
         Not while rows move: a shard that hears of it before it moves would expect parameters from
         one that hears of it afterwards.
@@ -400,7 +400,7 @@ class Coordinator(Publishing):
         self._effects.append(Reply(request, self.view.declared[what.name]))
 
     def _count_samples(self, request: int, what: orders.CountSamples) -> Steps:
-        """The first to name a sampler says what it is; its samples are counted from a cut on."""
+        """Enters a sampler as the first to name it describes it; counts its samples from a cut."""
         yield Edit(lambda view: view_changes.with_sampler(view, what.name, what.text))
         if what.name not in self._counted:
             yield from self._cut(samplers=(what.name,))
@@ -443,7 +443,7 @@ class Coordinator(Publishing):
             self._begin(self._back_up())
 
     def _wanting(self) -> tuple[int, Server] | None:
-        """A shard that lacks a backup and who could be it; not what failed in this very view."""
+        """A shard that lacks a backup, and who could be it; not what failed in this very view."""
         found = views.wanting(self.view, self._living)
         return None if (self.view.number, found) == self._failed_copy else found
 
@@ -509,7 +509,7 @@ class Coordinator(Publishing):
     # --- going back
 
     def _begin_again(self) -> None:
-        """State is lost: all goes back to the last snapshot, or is empty as before."""
+        """Begins anew as state is lost: from the last snapshot, or empty as before."""
         self._give_up_all()
         self._begin(self._roll_back(), change=True)
 

@@ -46,7 +46,7 @@ class Begun:
     position: bytes
 
     def encode(self) -> list[Any]:
-        """As a value of JSON."""
+        """Encodes it as a value of JSON."""
         return [self.file, self.pushes, base64.b64encode(self.position).decode()]
 
     @classmethod
@@ -57,7 +57,7 @@ class Begun:
 
 
 def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The parts of one push: those of one file, which follow on each other, as one."""
+    """The parts of one push, in which those of one file that follow on each other are one."""
     return tuple({each.file: each for each in parts}.values())
 
 

@@ -55,7 +55,7 @@ class Gate:
         return self._counts.get(trainer, 0)
 
     def begin_with(self, counts: Mapping[int, int]) -> None:
-        """As many pushes of each trainer are safe, as this server begins from a copy."""
+        """Begins with as many safe pushes of each trainer, as this server begins from a copy."""
         self._counts = dict(counts)
 
     def answer(self, call: Any, answer: Any, position: int | None = None) -> list[Effect]:
@@ -76,7 +76,7 @@ class Gate:
         return []
 
     def count(self, trainer: int, count: int) -> None:
-        """A trainer has made so many pushes, which count once everything until now is safe."""
+        """Counts pushes of a trainer once everything until now is safe."""
         self._uncounted.append(_Uncounted(self._log.position, trainer, count))
         self._count_safe()
 
@@ -86,7 +86,7 @@ class Gate:
             self._counts[safe.trainer] = max(safe.count, self.safe_count(safe.trainer))
 
     def open(self) -> list[Effect]:
-        """More is safe: lets go of what waited for that."""
+        """Lets go of what waited for this much to be safe."""
         self._count_safe()
         done: list[Effect] = []
         while self._news and self._news[0][0] <= self._log.durable:
@@ -100,7 +100,7 @@ class Gate:
         return done
 
     def fence(self, version: int) -> list[Effect]:
-        """Refuses what came too early in versions of the chain before this one."""
+        """Refuses answers that came too early, in versions of the chain before this one."""
         here = self._log.position
         early = [each for each in self._answers if each.position > here]
         self._answers = deque(each for each in self._answers if each.position <= here)

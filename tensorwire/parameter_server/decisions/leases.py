@@ -43,11 +43,11 @@ class Lease:
         return now - self._proven_at <= LEASE
 
     def is_to_ask(self, now: float) -> bool:
-        """True if another record must be sent: none is under way, or what is was sent long ago."""
+        """True if another record must be sent: none is under way, or it was sent long ago."""
         return self.pending is None or now - self.pending[1] > LEASE
 
     def asked(self, end: int, now: float) -> None:
-        """A record was sent; ``end`` is the position behind it."""
+        """Notes that a record was sent; ``end`` is the position behind it."""
         self.pending = end, now
 
     @property
@@ -56,7 +56,7 @@ class Lease:
         return 0 if self.pending is None else self.pending[0]
 
     def durable(self, position: int) -> None:
-        """All backups have everything before a position."""
+        """Notes that all backups have everything before a position."""
         if self.pending is not None and position >= self.pending[0]:
             self._proven_at = max(self._proven_at, self.pending[1])
             self.renew_at = self._proven_at + LEASE / 2

@@ -27,7 +27,7 @@ class Verdict(enum.Enum):
     LIVING = enum.auto()
     OVER = enum.auto()
     UNHEARD = enum.auto()
-    """Nothing was heard of it, nor of a later life of its name."""
+    """Unheard of: nothing was heard of it, nor of a later life of its name."""
 
 
 class Fate(enum.Enum):
@@ -55,7 +55,9 @@ class Latest:
 
 
 CUT_OFF: Final = Latest(sys.maxsize, False)
-"""Heard of everybody by a worker that the others took for lost; it says nothing about them."""
+"""The loss that a worker hears of everybody once the others took it for lost; it says nothing about
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +120,11 @@ class Lives:
         return is_new
 
     def doubt(self, server: Server) -> bool:
-        """``TRUST`` seconds have passed; True if the life is taken for lost now."""
+        """True if the life is taken for lost now, ``TRUST`` seconds after it was first trusted."""
         return server in self._trusted and self.verdict(server) is Verdict.UNHEARD
 
     def failed(self, to: Server, call: Any, was_heard_of: bool) -> Fate:
-        """A call has failed as its callee was lost.
+        """Says how to go on after a call that failed as its callee was lost.
 
         Args:
             to: the life that was meant.
@@ -139,14 +141,14 @@ class Lives:
         return Fate.KEPT
 
     def came(self, server: Server) -> News:
-        """A life was heard of."""
+        """Takes note of a life that was heard of."""
         former = {*self._trusted, *self._kept}
         over = [each for each in former if _is_before(each, server)]
         self._trusted.discard(server)
         return News(tuple(sorted(over)), tuple(self._kept.pop(server, ())))
 
     def lost(self, server: Server) -> list[Any]:
-        """A life is over; returns the calls that are given up."""
+        """Ends a life; returns the calls that are given up."""
         self._over.add(server)
         self._trusted.discard(server)
         return self._kept.pop(server, [])

@@ -16,7 +16,7 @@ from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Answered with the clock's ``Status``, or None if the shard was not primed yet."""
+    """Ask for the clock's ``Status``; answered with None if the shard was not primed yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A change was given up."""
+    """Go on, as a change was given up."""
 
     change: int
 
@@ -49,7 +49,7 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """So much of a lost trainer counts."""
+    """Count so much of a lost trainer."""
 
     trainer: int
     keep: int
@@ -83,12 +83,12 @@ class Prime:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Answered when all rows that a shard awaits are there."""
+    """Wait for all rows that a shard awaits; answered when they are there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """There is a table or dense group of that name."""
+    """Make a table or dense group of that name."""
 
     name: str
     text: str
@@ -96,7 +96,7 @@ class Declare:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """To the tail: make that server your backup. Answered with True once it has everything."""
+    """Make that server your backup, as the tail. Answered with True once it has everything."""
 
     to: Server
 
@@ -115,12 +115,12 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """A shard has not noted what has changed since the last version of that chain."""
+    """The answer of a shard that did not note what changed since the last version of that chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The version that was taken at a cut is whole: what it holds need not be written again."""
+    """Note that the version taken at a cut is whole: what it holds need not be written again."""
 
     change: int
 
@@ -224,7 +224,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A table or dense group is to be known everywhere. Answered with what it is."""
+    """Make a table or dense group known everywhere. Answered with its description."""
 
     name: str
     text: str
@@ -232,7 +232,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class CountSamples:
-    """There is to be an account of the samples of a sampler. Answered with what the sampler is.
+    """Open an account of the samples of a sampler. Answered with the sampler's description.
 
     Args:
         name: of the sampler.
@@ -373,7 +373,7 @@ class EndPublishing:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """These servers shall keep the state."""
+    """Keep the state on these servers."""
 
     servers: tuple[Server, ...]
 

@@ -88,7 +88,7 @@ class Publishing(Tasks):
         return f"trainer {name!r} publishes this cluster already, into {folder!r}"
 
     def publisher_lost(self, name: str, incarnation: int) -> list[Effect]:
-        """A worker is gone, and may have published, or be about to: its request may be in line."""
+        """Takes note that a worker is gone, which may have published, or asked to."""
         self._line_up(lambda: self._end_publishing_of(name, incarnation))
         return self._flush()
 
@@ -100,7 +100,7 @@ class Publishing(Tasks):
                 yield from self._end_publishing(publisher.chain)
 
     def _stop_publishing(self, request: int, what: orders.EndPublishing) -> Steps:
-        """No more versions of a chain follow."""
+        """Ends a chain, as no more versions follow."""
         yield from self._end_publishing(what.chain)
         self._effects.append(Reply(request, None))
 
@@ -112,7 +112,7 @@ class Publishing(Tasks):
             yield Edit(lambda view: view_changes.with_publisher(view, None))
 
     def _publish(self, request: int, what: orders.Commit) -> Steps:
-        """A version is whole, so that shards may forget, and the cluster can go back to it."""
+        """Lets shards forget what a whole version holds; the cluster can go back to it."""
         if what.since.generation != self.view.generation:
             self._effects.append(Fail(request, _WENT_BACK))
             return

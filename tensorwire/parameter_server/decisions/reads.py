@@ -61,7 +61,7 @@ class Reads:
         return len(self._waiting)
 
     def park(self, pull: Pull) -> None:
-        """A pull came that nothing may be answered to yet."""
+        """Keeps a pull that nothing may be answered to yet."""
         self._waiting.append(pull)
 
     def clear(self) -> list[Pull]:
@@ -70,7 +70,7 @@ class Reads:
         return waiting
 
     def ask(self, pull: Pull, clock: Clock) -> list[Answer | Turn]:
-        """A pull came; returns what can be answered now."""
+        """Takes a pull; returns what can be answered now."""
         self._waiting.append(pull)
         return self.due(clock)
 

@@ -94,14 +94,14 @@ class Replica:
     # --- calls to the head
 
     def pushed(self, push: Push, call: Any) -> list[Effect]:
-        """A trainer pushes; answered with ``Taken`` or ``Refused``, or it must ask again."""
+        """Takes a trainer's push; answered with ``Taken`` or ``Refused``, or it must ask again."""
         if not self.is_head or not self.is_primed:
             return [Respond(call, NotHead())]
         self._pushes.setdefault((push.trainer, push.number), []).append((push.epoch, call))
         return self._enter(push)
 
     def pulled(self, pull: Pull, now: float) -> list[Effect]:
-        """A trainer pulls; its ``ask`` is the call, answered by a ``Read`` or a ``Refusal``."""
+        """Takes a trainer's pull; its ``ask`` is the call, answered by ``Read`` or ``Refusal``."""
         if not self.is_head:
             return [Respond(pull.ask, NotHead())]
         if not self.is_primed:
@@ -115,7 +115,7 @@ class Replica:
         return [*renewal, *answers]
 
     def looked_at(self, now: float) -> tuple[bool, list[Effect]]:
-        """Somebody reads the state beside pulls; True if it may, as this is proven to be head."""
+        """Says whether somebody may read the state beside pulls: only at a proven head."""
         is_head = self.is_head and self.is_primed
         effects = self._renew(now) if is_head and now >= self._lease.renew_at else []
         return is_head and self._lease.is_valid(now), effects
@@ -132,7 +132,7 @@ class Replica:
         return effects
 
     def ordered(self, order: orders.Order, call: Any) -> list[Effect]:
-        """The coordinator gives an order."""
+        """Takes an order of the coordinator."""
         if isinstance(order, orders.Copy):
             return self._begin_copy(order, call)
         if not self.is_head:
@@ -148,23 +148,23 @@ class Replica:
         return self._enter(order, call, is_control=True)
 
     def imported(self, rows: Import, call: Any) -> list[Effect]:
-        """Another shard sends rows; answered once they are safe."""
+        """Takes rows that another shard sends; answered once they are safe."""
         if not self.is_head:
             return [Respond(call, NotHead())]
         return self._enter(rows, call, is_control=True)
 
     def exported(self, target: int, epoch: int) -> list[Effect]:
-        """Another shard has taken rows."""
+        """Notes that another shard has taken rows."""
         return self._enter(Exported(target, epoch)) if self.is_head else []
 
     def assigned(self, values: Assign, call: Any) -> list[Effect]:
-        """Values are set; answered once they are safe. Not before what they replace is here."""
+        """Takes values to be set, once what they replace is here; answered once they are safe."""
         if not self.is_head or not self.is_primed or not self.clock.is_open:
             return [Respond(call, NotHead())]
         return self._enter(values, call, is_control=True)
 
     def counted(self, sampler: str, call: Any) -> list[Effect]:
-        """Somebody wants the account of samples of a sampler; answered once it is safe."""
+        """Answers a question for a sampler's account of samples, once that is safe."""
         if not self.is_head or not self.is_primed:
             return [Respond(call, NotHead())]
         account = self.clock.accounts.get(sampler)
@@ -173,13 +173,13 @@ class Replica:
         )
 
     def leased(self, asked: LeaseAsked, call: Any) -> list[Effect]:
-        """A trainer asks for batches of samples; answered once it is safe whose they are."""
+        """Answers a trainer that asks for batches, once it is safe whose they are."""
         if not self.is_head or not self.is_primed:
             return [Respond(call, NotHead())]
         return self._enter(asked, call)
 
     def told(self, heard: Heard, call: Any) -> list[Effect]:
-        """Another shard tells how many pushes it has."""
+        """Notes how many pushes another shard has."""
         if not self.is_head:
             return [Respond(call, NotHead())]
         if self._log.has_follower:
@@ -187,7 +187,7 @@ class Replica:
         return [*self._follow(self.clock.heard(heard.source, heard.ready)), Respond(call, True)]
 
     def inform_again(self) -> list[Effect]:
-        """The heads of other shards, or of this one, may be new: tells what they must know."""
+        """Tells the heads of other shards, or of this one, what they must know: they may be new."""
         ready = self.clock.told
         return self._inform(ready) if ready is not None else []
 
@@ -198,7 +198,7 @@ class Replica:
     # --- the chain
 
     def rechained(self, shard: Shard) -> list[Effect]:
-        """The chain is another; this server is in it. Says nothing if a later one is known."""
+        """Takes part in another version of its chain. Does nothing if a later one is known."""
         if shard.version < self.version:
             return []
         was_head, self.is_head = self.is_head, shard.head == self.me
@@ -214,7 +214,7 @@ class Replica:
         return effects
 
     def deposed(self) -> list[Effect]:
-        """This server is no longer the head, or keeps the shard no longer: turns all calls away."""
+        """Turns all calls away, as this server is not head, or keeps the shard, any longer."""
         self.is_head = False
         calls = [call for waiting in self._pushes.values() for _, call in waiting]
         calls += [call for waiting in self._going.values() for call in waiting]
@@ -227,7 +227,7 @@ class Replica:
         return [Respond(call, NotHead()) for call in calls]
 
     def received(self, version: int, position: int, record: Record, call: Any) -> list[Effect]:
-        """The server before this one in the chain sends a record; answered once it is safe."""
+        """Takes a record of the server before this one in the chain; answered once it is safe."""
         done = self._fence(version) if version > self._log.heard_of else []
         effects = self._log.receive(version, position, record)
         if effects and isinstance(effects[0], replication.Fenced):
@@ -236,11 +236,11 @@ class Replica:
         return done + self._gate.answer(call, Safe(position + 1), position + 1)
 
     def _fence(self, version: int) -> list[Effect]:
-        """Refuses what came too early in versions of the chain before this one."""
+        """Refuses answers that came too early, in versions of the chain before this one."""
         return self._gate.fence(version) if self._log.raise_fence(version) else []
 
     def acknowledged(self, by: Server, position: int, version: int) -> list[Effect]:
-        """The next server of the chain has all before a position, of what that version sent."""
+        """Notes that the next server of the chain has all of that version before a position."""
         safe = self._carry_out(self._log.acknowledged(by, position, version))
         return [*safe, *self._answer_bound()]
 
@@ -259,7 +259,7 @@ class Replica:
         return [*effects, StartCopy(order.to, position, version, self._dump())]
 
     def copied(self, heir: Server) -> list[Effect]:
-        """A new backup has its copy; the order is answered once it has what followed, too."""
+        """Notes that a new backup has its copy; the order is answered once it has the rest, too."""
         calls = self._copies.pop(heir, [])
         if not calls:
             return []
@@ -274,7 +274,7 @@ class Replica:
         return [effect for call in calls for effect in self._gate.answer(call, True)]
 
     def heir_lost(self, heir: Server) -> list[Effect]:
-        """A new backup did not get its copy, or was lost before the view named it."""
+        """Drops a new backup that did not get its copy, or was lost before the view named it."""
         calls = self._copies.pop(heir, [])
         if self._bound == heir:
             self._bound = None
@@ -299,7 +299,7 @@ class Replica:
     # --- running records
 
     def _enter(self, record: Record, call: Any = None, is_control: bool = False) -> list[Effect]:
-        """The head takes a record."""
+        """Takes a record, at the head."""
         news, self._news = self._news, []
         position, sent = self._log.append(After(tuple(news), record) if news else record)
         if is_control:
@@ -321,7 +321,7 @@ class Replica:
         return done
 
     def _follow_head(self, record: Record) -> list[Effect]:
-        """A backup takes a record, and with it what the head had heard before."""
+        """Takes a record, at a backup, and with it what the head had heard before."""
         done: list[Effect] = []
         if isinstance(record, After):
             for heard in record.news:
@@ -358,7 +358,7 @@ class Replica:
         return effects + self._follow(moved), answer
 
     def _prime(self, order: orders.Prime) -> tuple[list[Effect], list[pushes.Effect]]:
-        """Begins; once more if the move for which it began was given up and is made anew."""
+        """Primes the shard; once more if the move for which it began is made anew."""
         if self.is_primed and not self._is_as_primed(order):
             return [], []
         self.is_primed = True
@@ -395,7 +395,7 @@ class Replica:
         return ready
 
     def _follow(self, effects: list[pushes.Effect]) -> list[Effect]:
-        """The effects of the clock's decisions on the state and on those who wait."""
+        """Carries out what the clock decided: on the state, and on those who wait."""
         done: list[Effect] = []
         queue = deque(effects)
         while queue:

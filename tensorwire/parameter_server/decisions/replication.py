@@ -106,7 +106,7 @@ class Replication:
         return self._is_bound and self._heir_has >= self._bound_at
 
     def rechained(self, version: int, chain: tuple[Server, ...]) -> list[Effect]:
-        """The chain is another: who follows this server may have changed."""
+        """Takes another version of the chain: who follows this server may have changed."""
         if version <= self.version:
             return []
         self.version = version
@@ -123,7 +123,7 @@ class Replication:
         return self._kept_again(successor)
 
     def append(self, record: Any) -> tuple[int, list[Effect]]:
-        """The head takes an input; returns its position and what to send."""
+        """Takes an input, at the head; returns its position and what to send."""
         at = self.position
         self.position += 1
         follower = self._next or self._heir
@@ -136,7 +136,7 @@ class Replication:
         return at, effects
 
     def receive(self, version: int, position: int, record: Any) -> list[Effect]:
-        """A record came from the predecessor."""
+        """Takes a record of the predecessor."""
         if version < self.heard_of:
             return [Fenced(self.heard_of)]
         if version > self.heard_of:
@@ -151,7 +151,7 @@ class Replication:
         return effects
 
     def raise_fence(self, version: int) -> bool:
-        """There is a chain of that version; True if that is news.
+        """Notes that there is a chain of that version; True if that is news.
 
         What was sent in earlier ones, and has not come in order, counts no more.
         """
@@ -162,7 +162,7 @@ class Replication:
         return is_news
 
     def acknowledged(self, by: Server, position: int, version: int) -> list[Effect]:
-        """All before this position are safe at ``by``, as it says of what that version sent."""
+        """Notes that all before this position are safe at ``by``, as it says of that version."""
         if version < self.version:
             return []
         if by == self._heir:
@@ -186,7 +186,7 @@ class Replication:
             self._kept.popleft()
 
     def adopt(self, heir: Server) -> int:
-        """A copy for a new backup begins here; returns its position. What follows is sent to it.
+        """Begins a copy for a new backup, to which what follows is sent; returns its position.
 
         Only the tail of a chain can do so.
         """
@@ -196,7 +196,7 @@ class Replication:
         return self.position
 
     def bind(self, heir: Server) -> list[Effect]:
-        """The copy is there: what is durable from now on, the new backup has.
+        """Binds the new backup, which has its copy: it has what is durable from now on.
 
         What was durable before, it has once :attr:`heir_is_whole`. What it did not acknowledge
         is sent again: what came before the copy may have met a former one, which is no more.
@@ -207,7 +207,7 @@ class Replication:
         return self._kept_again(heir)
 
     def disown(self, heir: Server) -> list[Effect]:
-        """The new backup did not come to be."""
+        """Drops the new backup, which did not come to be."""
         if heir != self._heir:
             return []
         if self._is_bound:

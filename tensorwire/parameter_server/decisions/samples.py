@@ -103,7 +103,7 @@ class Batches:
     window: tuple[int, int] = (0, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In one call, as each push is pickled; a dataclass would look up its fields one by one."""
+        """Pickles in one call, as each push is; a dataclass would look up its fields one by one."""
         return Batches, (self.sampler, self.deal, self.numbers, self.parts, self.window)
 
 
@@ -223,7 +223,7 @@ class Account:
     begun: tuple[Begun, ...] = ()
 
     def encode(self) -> list[Any]:
-        """As a value of JSON, without leases."""
+        """Encodes it as a value of JSON, without leases."""
         begun = [each.encode() for each in self.begun]
         return [self.done, self.deal.number, self.deal.members, self.deal.done, begun]
 
@@ -236,7 +236,7 @@ class Account:
         return cls(_ranges(done), deal, begun=begun)
 
     def unassigned(self) -> Account:
-        """The same samples, for a cluster with trainers of its own."""
+        """The same account, for a cluster with trainers of its own."""
         return Account(self.done, begun=self.begun)
 
     def remaining(self, trainer: int, begin: int, end: int) -> Iterator[int]:
@@ -279,7 +279,7 @@ class Account:
         return is_repeated or has_gap or batches.deal != self.deal.number
 
     def stepped(self, taken: Iterable[Batches], members: Collection[int]) -> Account:
-        """A step of these members was taken, with these batches in it."""
+        """Enters a step of these members that was taken, with these batches in it."""
         after, ended = self, list[Batches]()
         for each in taken:
             after = after._with(each)
@@ -354,7 +354,7 @@ class Account:
         return replace(self, leases=tuple(e for e in self.leases if e.trainer != trainer))
 
     def trained(self, trainer: int, batches: Batches | None) -> Account:
-        """A push of a trainer was taken, under SSP or async."""
+        """Enters a push of a trainer that was taken, under SSP or async."""
         if batches is None:
             return self
         after = self._with(batches)
@@ -364,7 +364,7 @@ class Account:
         return after._with_lease(replace(lease, open=without(lease.open, batches.numbers)))
 
     def free(self) -> Account:
-        """All leases end, and whatever is pushed of them is not taken any more."""
+        """Ends all leases; whatever is pushed of them is not taken any more."""
         return Account(self.done, Deal(self.deal.number + 1), begun=self.begun)
 
     def begun_in(self, begin: int, end: int) -> tuple[Begun, ...]:
@@ -372,5 +372,5 @@ class Account:
         return tuple(each for each in self.begun if begin <= each.file < end)
 
     def without_leases(self) -> Account:
-        """The same, as shards other than the lessor have it."""
+        """The same account, as shards other than the lessor have it."""
         return replace(self, leases=()) if self.leases else self

@@ -173,7 +173,7 @@ class Examination:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Nothing, but others may change the cluster meanwhile."""
+    """Waits for nothing, but others may change the cluster meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class Tasks:
     # --- events
 
     def stored(self, view: View, accepted: bool) -> list[Effect]:
-        """The store has ``view`` now; ``accepted`` if it took ours."""
+        """Takes the view that the store has now; ``accepted`` if it took ours."""
         if self._resigned or self._storing is None:
             return []
         if not accepted:
@@ -284,7 +284,7 @@ class Tasks:
         return self._flush()
 
     def answered(self, ask: int, answer: Any, by: Server | None = None) -> list[Effect]:
-        """A shard has carried out an order, a server has voted, a manifest was written.
+        """Takes an answer: of a shard to an order, of a server's vote, or of a written manifest.
 
         Args:
             ask: the number of what was asked.
@@ -302,7 +302,7 @@ class Tasks:
         return self._flush()
 
     def rang(self) -> list[Effect]:
-        """The time of an alarm is over."""
+        """Takes note that the time of an alarm is over."""
         for task in list(self._tasks):
             if task.names is not None:
                 self._resume(task, True)
@@ -324,7 +324,7 @@ class Tasks:
         self._resume(task, None)
 
     def _line_up(self, make: Callable[[], Steps], request: int | None = None) -> None:
-        """One change is made after the other."""
+        """Puts a change in line: one is made after the other."""
         self._queue.append((make, request))
 
     def _next_change(self) -> None:
@@ -380,7 +380,7 @@ class Tasks:
             self._resume(task, None)
 
     def _store_next(self) -> None:
-        """Edits are made one after the other, each of what the one before it left."""
+        """Makes the next edit, of what the one before it left."""
         while self._edits and self._storing is None:
             change, task = self._edits[0]
             new = change(self.view)
@@ -416,7 +416,7 @@ class Tasks:
                 self._effects.append(Tell(number, to, ask.shard, ask.order))
 
     def _retell(self) -> None:
-        """After a change of the view: what the lost were told is told to those in their place."""
+        """Gives, after a change of the view, what the lost were told to those in their place."""
         for number, ask in list(self._asks.items()):
             if ask.shard == _NO_SHARD:
                 continue
@@ -438,7 +438,7 @@ class Tasks:
     # --- votes
 
     def _widen_polls(self, lost: frozenset[Server]) -> None:
-        """Others are lost, too: all votes are asked for once more, and of them none."""
+        """Asks once more for all votes, as others are lost, too; of the lost for none."""
         for poll in self._polls:
             if not lost <= poll.suspects:
                 poll.suspects |= lost
@@ -495,7 +495,7 @@ class Tasks:
             self._effects.append(Undecided(tuple(sorted(silent))))
 
     def _resign(self) -> list[Effect]:
-        """Another coordinates: whoever asked for something must ask there."""
+        """Resigns, as another server coordinates: whoever asked for something must ask there."""
         self._resigned = True
         requests = [task.request for task in self._tasks if task.request is not None]
         requests += [request for _, request in self._queue if request is not None]
@@ -505,7 +505,7 @@ class Tasks:
         return [*effects, Resign()]
 
     def _cancel_all(self, reason: str) -> None:
-        """All tasks end, as the cluster goes back to where none of them was begun.
+        """Cancels all tasks, as the cluster goes back to where none of them was begun.
 
         Whoever asked for one hears the reason, unless it had better be asked for again.
         """

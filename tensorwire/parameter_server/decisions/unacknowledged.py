@@ -64,11 +64,11 @@ class Unacknowledged:
         return min(self._kept, default=None)
 
     def add(self, number: int, epoch: int, whole: Any, parts: Mapping[int, Any]) -> None:
-        """A push is sent, or is sent again as it was split anew."""
+        """Keeps a push that is sent, or is sent again as it was split anew."""
         self._kept[number] = Kept(number, epoch, whole, dict(parts))
 
     def safe(self, shard: int, count: int) -> None:
-        """A shard says that the first ``count`` pushes are safe."""
+        """Notes that the first ``count`` pushes are safe at a shard."""
         for number in [number for number in self._kept if number < count]:
             self._drop(number, shard)
 
@@ -96,7 +96,7 @@ class Unacknowledged:
         ]
 
     def refused(self, number: int, epoch: int) -> Any:
-        """A part that was split under ``epoch`` was refused.
+        """Takes the refusal of a part that was split under ``epoch``.
 
         Returns:
             The whole push, which must be split anew; None if it was already.
@@ -105,7 +105,7 @@ class Unacknowledged:
         return kept.whole if kept is not None and kept.epoch == epoch else None
 
     def clear(self) -> int:
-        """The cluster went back: forgets all, and returns how many."""
+        """Forgets all, as the cluster went back; returns how many."""
         count = len(self._kept)
         self._kept.clear()
         return count

@@ -33,7 +33,7 @@ _VERSIONS: Final = 3
 
 
 def first(servers: Sequence[Server], backups: int, settings: Mapping[str, Any]) -> View:
-    """A new cluster: a shard on each server, its backups on those that follow it."""
+    """The view of a new cluster: a shard on each server, its backups on those that follow it."""
     count = len(servers)
     length = min(backups + 1, count)
     shards = tuple(
@@ -57,7 +57,7 @@ def first(servers: Sequence[Server], backups: int, settings: Mapping[str, Any]) 
 
 
 def coordinated(view: View, server: Server) -> View:
-    """``server`` coordinates from now on."""
+    """The view in which ``server`` coordinates from now on."""
     number = view.number + 1
     servers = view.servers if server in view.servers else (*view.servers, server)
     return replace(view, number=number, coordinator=server, term=number, servers=servers)
@@ -66,7 +66,7 @@ def coordinated(view: View, server: Server) -> View:
 def taken_over(
     view: View, server: Server, lost: Collection[Server], trainers: Collection[int]
 ) -> View:
-    """``server`` coordinates, and these servers and trainers are gone: one view, by one vote."""
+    """The view in which ``server`` coordinates, without these servers and trainers: one vote."""
     after = view if view.coordinator == server else coordinated(view, server)
     if lost:
         after = without(replace(after, number=view.number), lost)
@@ -76,7 +76,7 @@ def taken_over(
 
 
 def without(view: View, lost: Collection[Server]) -> View:
-    """These servers are gone: backups take over from their heads."""
+    """The view without these servers: backups take over from their heads."""
     number = view.number + 1
     shards = tuple(_without(shard, lost, number) for shard in view.shards)
     servers = tuple(each for each in view.servers if each not in lost)
@@ -90,13 +90,13 @@ def _without(shard: Shard, gone: Collection[Server], number: int) -> Shard:
 
 
 def with_server(view: View, server: Server) -> View:
-    """A server came, or came back; it keeps nothing yet."""
+    """The view with a server that came, or came back; it keeps nothing yet."""
     servers = tuple(each for each in view.servers if each.name != server.name)
     return replace(view, number=view.number + 1, servers=(*servers, server))
 
 
 def backed_up(view: View, number: int, server: Server) -> View:
-    """``server`` has all of a shard and is its backup from now on."""
+    """The view in which ``server``, which has all of a shard, is its backup from now on."""
     next_view = view.number + 1
     shards = tuple(
         replace(each, chain=(*each.chain, server), version=next_view)
@@ -108,7 +108,7 @@ def backed_up(view: View, number: int, server: Server) -> View:
 
 
 def with_trainers(view: View, arrivals: Iterable[Client]) -> View:
-    """These join; they are numbered in the order of their names."""
+    """The view with trainers who join; they are numbered in the order of their names."""
     new = tuple(
         Trainer(view.joined + place, client) for place, client in enumerate(sorted(arrivals))
     )
@@ -121,33 +121,33 @@ def with_trainers(view: View, arrivals: Iterable[Client]) -> View:
 
 
 def with_sampler(view: View, name: str, text: str) -> View:
-    """There is a sampler of that name; the first to name it says what it is."""
+    """The view with a sampler of that name; the first to name it says what it is."""
     if name in view.samplers:
         return view
     return replace(view, number=view.number + 1, samplers={**view.samplers, name: text})
 
 
 def with_publisher(view: View, publisher: Publisher | None) -> View:
-    """Somebody publishes versions, or nobody does any more."""
+    """The view in which somebody publishes versions, or nobody does any more."""
     if view.publisher == publisher:
         return view
     return replace(view, number=view.number + 1, publisher=publisher)
 
 
 def without_trainers(view: View, numbers: Collection[int]) -> View:
-    """These have finished or were lost."""
+    """The view without trainers that have finished or were lost."""
     staying = tuple(each for each in view.trainers if each.number not in numbers)
     return replace(view, number=view.number + 1, trainers=staying)
 
 
 def with_left(view: View, left: Left) -> View:
-    """So much counts of a trainer that has left."""
+    """The view in which so much counts of a trainer that has left."""
     others = [each for each in view.left if each.number != left.number]
     return replace(view, number=view.number + 1, left=(*others, left))
 
 
 def saved(view: View, snapshot: Snapshot, without: Collection[int]) -> View:
-    """There is a later snapshot; trainers that left after its cut are not wholly in it.
+    """The view with a later snapshot; trainers that left after its cut are not wholly in it.
 
     Args:
         view: the one before.
@@ -164,7 +164,7 @@ def saved(view: View, snapshot: Snapshot, without: Collection[int]) -> View:
 
 
 def _without_folder(older: tuple[Older, ...], folder: str) -> tuple[Older, ...]:
-    """Without snapshots that were overwritten; who left between goes to the one before."""
+    """The view without overwritten snapshots; who left between goes to the one before."""
     kept: list[Older] = []
     left: tuple[Left, ...] = ()
     for each in older:
@@ -176,7 +176,7 @@ def _without_folder(older: tuple[Older, ...], folder: str) -> tuple[Older, ...]:
 
 
 def published(view: View, snapshot: Snapshot, without: Collection[int]) -> View:
-    """As :func:`saved`, of a version; of its chain, only the last ones are gone back to.
+    """The view with a published version; of its chain, only the last ones are gone back to.
 
     So versions do not crowd out snapshots, and what a chain no longer keeps is not looked for.
     """
@@ -190,7 +190,7 @@ def published(view: View, snapshot: Snapshot, without: Collection[int]) -> View:
 
 
 def going_back(view: View, snapshot: Snapshot) -> View:
-    """The snapshots after this one are given up, as they are damaged."""
+    """The view without the snapshots after this one, as they are damaged."""
     left, older = view.left, view.older
     latest = view.snapshot
     while latest != snapshot:
@@ -199,7 +199,7 @@ def going_back(view: View, snapshot: Snapshot) -> View:
 
 
 def resized(view: View, servers: Sequence[Server]) -> View:
-    """Each of these servers is to be the head of one shard that has its share of the slots.
+    """The view in which each of these servers is to head one shard with its share of the slots.
 
     Servers that head a shard keep it; the others get a new one. Shards of servers that
     are not named lose their slots; :func:`trimmed` removes them once they are empty.
@@ -227,7 +227,7 @@ def resized(view: View, servers: Sequence[Server]) -> View:
 
 
 def trimmed(view: View) -> View:
-    """Shards without slots are no more, and servers that were not named keep nothing.
+    """The view without shards that have no slots; servers that were not named keep nothing.
 
     Unless they are the last that have a shard, as those that were named have died.
     """
@@ -243,7 +243,7 @@ def trimmed(view: View) -> View:
 
 
 def rolled_back(view: View, servers: Sequence[Server]) -> View:
-    """All state is lost or given up: new shards, to be filled from the snapshot."""
+    """The view of new shards, to be filled from the snapshot, as all state is lost or given up."""
     number = view.number + 1
     fresh = first(servers, view.backups, view.settings)
     undone: Counter[str] = Counter()

@@ -92,7 +92,7 @@ class Left:
     end: int
 
     def encode(self) -> list[Any]:
-        """As a value of JSON."""
+        """Encodes it as a value of JSON."""
         return [self.number, self.name, self.begin, self.end]
 
     def undone_by(self, snapshot: Snapshot) -> int:
@@ -123,7 +123,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Where a snapshot is, and of which point in everybody's pushes.
+    """The place of a snapshot, and its point in everybody's pushes.
 
     Args:
         folder: where its files are.
@@ -138,7 +138,7 @@ class Snapshot:
     accounts: Mapping[str, Account] = field(default_factory=dict)
 
     def encode(self) -> list[Any]:
-        """As a value of JSON."""
+        """Encodes it as a value of JSON."""
         accounts = {name: each.encode() for name, each in self.accounts.items()}
         return [self.folder, sorted(self.counts.items()), self.time, accounts]
 
@@ -178,7 +178,7 @@ class Publisher:
     chain: str
 
     def encode(self) -> list[Any]:
-        """As a value of JSON."""
+        """Encodes it as a value of JSON."""
         who = self.client
         return [who.name, who.incarnation, who.session, self.folder, self.chain]
 
@@ -267,7 +267,7 @@ class View:
     # --- as text
 
     def encode(self) -> str:
-        """As JSON."""
+        """Encodes it as JSON."""
         runs = runs_of(self.slots)
         return json.dumps(
             {

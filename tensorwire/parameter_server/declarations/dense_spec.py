@@ -45,11 +45,11 @@ class Spread(enum.Enum):
     """The ways in which an optimizer's parameters may be spread over servers."""
 
     ELEMENTS = "cut anywhere"
-    """Right for optimizers whose elements do not see each other."""
+    """Pieces of parameters: right for optimizers whose elements do not see each other."""
     PARAMETERS = "each whole on one server"
-    """Right for optimizers that use norms or factors of a parameter."""
+    """Whole parameters: right for optimizers that use norms or factors of a parameter."""
     TOGETHER = "all on one server"
-    """Right for optimizers whose parameters see each other."""
+    """All parameters together: right for optimizers whose parameters see each other."""
 
 
 @dataclass(frozen=True)

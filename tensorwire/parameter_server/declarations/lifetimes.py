@@ -1,4 +1,4 @@
-"""Which ids get a row, and when a row must go: in pushes and steps, never in seconds."""
+"""The rules for which ids get a row, and when a row must go: in pushes and steps, not seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tensorwire.parameter_server.declarations.arguments import whole
 
 @dataclass(frozen=True)
 class MinCount:
-    """An id gets a row with its ``pushes``-th push; until then its gradients are dropped.
+    """Gives an id a row with its ``pushes``-th push; until then its gradients are dropped.
 
     Args:
         pushes: that name the id, of all trainers together.
@@ -23,7 +23,7 @@ class MinCount:
 
 @dataclass(frozen=True)
 class UnusedFor:
-    """A row that no push has named for ``steps`` steps of the fastest trainer is evicted.
+    """Evicts a row that no push has named for ``steps`` steps of the fastest trainer.
 
     It reads as it began from then on. Pulls do not count.
 

@@ -1,4 +1,4 @@
-"""The optimizers of tables: how rows move. Each is a row's own, with its state beside the row.
+"""The optimizers of tables, which move each row by itself, with its state beside the row.
 
 A rule is a frozen dataclass whose fields are its hyper-parameters. ``update`` says in torch what it
 does to the rows that a push touches; rows that are not touched do not change. A rule may bring a
@@ -287,7 +287,7 @@ class RowwiseAdagrad(BatchedRule):
         number("RowwiseAdagrad", "eps", self.eps)
 
     def steps(self, sums: Tensor) -> Tensor:
-        """By how much each row moves for a gradient of one."""
+        """The step of each row for a gradient of one."""
         return self.lr / sums.sqrt().add_(self.eps)
 
     def update(self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], step: int) -> None:

@@ -59,7 +59,7 @@ class SamplerSpec:
             )
 
     def encode(self) -> str:
-        """As text, for the cluster's view."""
+        """Encodes it as text, for the cluster's view."""
         return json.dumps(asdict(self))
 
     @classmethod

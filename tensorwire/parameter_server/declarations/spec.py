@@ -77,7 +77,7 @@ class TableSpec:
             )
 
     def encode(self) -> str:
-        """As text, for the cluster's view."""
+        """Encodes it as text, for the cluster's view."""
         return encode(self)
 
     def differences(self, other: object) -> list[str]:
@@ -104,7 +104,7 @@ def _is_unfinished(rule: type[Any]) -> bool:
 
 
 def encode(spec: object) -> str:
-    """Any declaration as text; classes of the user's program go by value."""
+    """Encodes any declaration as text; classes of the user's program go by value."""
     return base64.b64encode(cast(bytes, cloudpickle.dumps(spec))).decode()
 
 

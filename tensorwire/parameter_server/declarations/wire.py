@@ -1,4 +1,4 @@
-"""The packing of rows for the way between trainers and servers. Pays between hosts, not on one.
+"""The packing of rows between trainers and servers, which pays between hosts, not on one.
 
 What a lossy kind leaves out of a gradient is not lost: the trainer adds it to the next gradient
 of the same row (``client.feedback``).
@@ -39,7 +39,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Float32(Kind):
-    """As they are."""
+    """Packs nothing: rows travel as they are."""
 
     @property
     def is_exact(self) -> bool:
@@ -97,7 +97,7 @@ class Int8(Kind):
 
 @dataclass(frozen=True)
 class TopK(Kind):
-    """Of each row only the numbers that are largest, with where they are.
+    """Sends of each row only the largest numbers, with where they are.
 
     For pushes; pulls travel as float32, since what is left out of a weight would be missing.
 
@@ -148,7 +148,7 @@ class Wire:
 
 
 def both_ways(kind: Kind | Wire) -> Wire:
-    """The same kind in both directions; of ``TopK`` only the pushes.
+    """Returns the same kind for both directions; of ``TopK`` only for pushes.
 
     Raises:
         TypeError: it is neither a kind nor a ``Wire``.

@@ -159,7 +159,7 @@ class FollowedTable:
         return f"FollowedTable({self.name!r}, dim={self.dim})"
 
     def __deepcopy__(self, memo: Any) -> FollowedTable:
-        """The same table, as a cluster's is."""
+        """Returns the same table, as a cluster's table does."""
         return self
 
     def pull(self, ids: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class FollowedModel(Followed[Content]):
         return found
 
     def dense(self, name: str = "model") -> list[Tensor]:
-        """As :meth:`FollowedView.dense`, of the newest version or of the pinned one.
+        """The dense parameters of a model, of the newest version or of the pinned one.
 
         Args:
             name: of the dense parameters in the cluster.
@@ -259,7 +259,7 @@ class FollowedModel(Followed[Content]):
         return self.view().dense(name)
 
     def load_into(self, module: nn.Module, name: str = "model") -> None:
-        """As :meth:`FollowedView.load_into`, of the newest version or of the pinned one.
+        """Copies dense parameters of the newest or the pinned version into a model.
 
         Args:
             module: whose dense parameters are set.

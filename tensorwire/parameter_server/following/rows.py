@@ -31,7 +31,7 @@ from tensorwire.parameter_server.rows.memory import Column
 from tensorwire.parameter_server.snapshots.quantised import widened
 
 GONE: Final = -2
-"""Where an overlay says that an id of the index has no row any more."""
+"""Stands in an overlay for an id of the index that has no row any more."""
 _NOTHING: Final[Ints] = np.empty(0, np.int64)
 _CHUNK: Final = 4096
 """Entries that are put into the index while readers wait."""
@@ -80,7 +80,7 @@ class Gate:
 
 
 class Overlay:
-    """Where the rows of some ids are, in the place of what an index says. Never changes.
+    """The places of the rows of some ids, which replace those of an index. Never changes.
 
     Args:
         ids: all different.
@@ -95,7 +95,7 @@ class Overlay:
 
     @classmethod
     def of(cls, ids: Ints, places: Ints) -> Overlay:
-        """One whose index is still to be made."""
+        """Makes an overlay whose index is still to be made."""
         return cls(ids, places, _index_of(ids)[0])
 
     @property
@@ -111,7 +111,7 @@ class Overlay:
             places[known] = self.places[found[known]]
 
     def extended(self, by: Overlay) -> Overlay:
-        """One that knows the ids of both; of those that both know, the places of ``by`` hold."""
+        """Makes an overlay that knows the ids of both; where both know one, ``by`` holds."""
         if not len(self.ids):
             return by
         old = self._index.find(by.ids)
@@ -175,7 +175,7 @@ class TableRows:
         return self._end * width + self._index.bytes
 
     def find(self, ids: Ints) -> Ints:
-        """Where the index says that the row of each id is."""
+        """The places of the rows of ids, by the index."""
         with self._gate.reading():
             return self._index.find(ids)
 
@@ -310,13 +310,13 @@ class Change:
         self._seen: Bytes | None = None
 
     def remove(self, ids: Ints) -> None:
-        """Rows that went. Comes before all that are put in; ids without a row are passed over."""
+        """Removes rows that went, before any are put in; ids without a row are passed over."""
         if self._before is not None:
             self._ids.append(ids)
             self._places.append(np.full(len(ids), GONE, np.int64))
 
     def put(self, ids: Ints, rows: NDArray[Any]) -> None:
-        """Rows that came or changed, each id once."""
+        """Enters rows that came or changed, each id once."""
         places = self._rows.write(rows)
         self._taken.append(places)
         if self._before is None:
@@ -327,7 +327,7 @@ class Change:
             self._places.append(places)
 
     def compare(self, ids: Ints, rows: NDArray[Any]) -> None:
-        """Some of all the rows that there are now; :meth:`forget_others` ends it."""
+        """Takes some of all the rows that there are now; :meth:`forget_others` ends it."""
         assert self._before is not None
         if self._seen is None:
             self._seen = np.zeros(self._rows.capacity, np.uint8)

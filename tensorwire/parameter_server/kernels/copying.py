@@ -48,7 +48,7 @@ def joined(sources: Sequence[Tensor], out: Tensor) -> None:
 
 
 def joined_finite(sources: Sequence[Tensor], out: Tensor) -> bool:
-    """As :func:`joined`; returns True if no element is infinite or not a number."""
+    """Copies as :func:`joined` does; returns True if no element is infinite or not a number."""
     if _is_streamed(out) and all(_is_plain(each, out.dtype) for each in (*sources, out)):
         return _streamed(sources, out)
     joined(sources, out)

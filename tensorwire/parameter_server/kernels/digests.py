@@ -86,7 +86,7 @@ def _bytes(data: Tensor) -> Tensor:
 
 
 def _elsewhere(tensor: Tensor) -> Tensor:
-    """The same of a tensor on another device, there; not the same number."""
+    """The number of a tensor on another device, computed there; not the same as on the host."""
     data = _bytes(tensor.detach())
     words = data.view(torch.int32) if len(data) % 4 == 0 else data
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -1,4 +1,4 @@
-"""torch's kernels work until numba's are compiled, so that a start never waits for that.
+"""Has torch's kernels work until numba's are compiled, so that a start never waits for that.
 
 numba compiles each kernel once on a machine, which takes half a minute for all of them, and keeps
 them beside their source. A file there says that all were compiled, from this source, for this
@@ -42,7 +42,7 @@ def are_compiled() -> bool:
 
 
 def note_compiled() -> None:
-    """Says so from now on."""
+    """Notes on this machine that numba has compiled all kernels."""
     note = _note()
     with contextlib.suppress(OSError):
         for former in note.parent.glob("kernels-*.compiled"):
@@ -70,7 +70,7 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    """Where numba keeps what it has compiled, if this user can write there."""
+    """The folder in which numba keeps what it has compiled, if this user can write there."""
     beside = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parent / "__pycache__")
     with contextlib.suppress(OSError):
         beside.mkdir(exist_ok=True, parents=True)
@@ -152,7 +152,7 @@ class Meanwhile:
 
 @contextlib.contextmanager
 def _being_the_one() -> Iterator[bool]:
-    """For one process of this machine at a time, True."""
+    """True for one process of this machine at a time."""
     folder = _folder()
     folder.mkdir(exist_ok=True, parents=True)
     with open(folder / "kernels.lock", "ab") as lock:

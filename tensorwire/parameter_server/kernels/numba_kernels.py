@@ -316,7 +316,7 @@ def segment_sum(values: Floats, inverse: Ints, seen: Bytes, out: Floats) -> None
 def share_of_sums(
     values: Floats, inverse: Ints, seen: Bytes, out: Floats, part: int, parts: int
 ) -> None:
-    """The same for one part of the rows of ``out``: each so many-th run of 64.
+    """Does so for one part of the rows of ``out``: each so many-th run of 64.
 
     Args:
         values: as above, as are the next three.
@@ -410,7 +410,7 @@ def to_bfloat16(values: Floats, ids: Ints, seed: int, update: int, out: Halves) 
 
 @compiled
 def to_float16(values: Floats, ids: Ints, seed: int, update: int, out: Halves) -> None:
-    """The same for float16; what is too large becomes the largest number there is."""
+    """Rounds up or down by chance to float16; what is too large becomes the largest number."""
     for k in range(len(ids)):
         for j in range(values.shape[1]):
             pattern = np.uint64(bits(values[k, j]))

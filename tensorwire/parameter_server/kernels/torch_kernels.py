@@ -1,4 +1,4 @@
-"""The same kernels in numpy and torch, for where numba is not installed: same results, slower.
+"""The same kernels in numpy and torch, for use without numba: same results, slower.
 
 Updates are not among them: those of the rules themselves are torch (``rules``).
 """
@@ -21,7 +21,7 @@ _BLOCK: Final = 1 << 16
 
 NAME: Final = "torch"
 UPDATES: Final = None
-"""Rules move rows by their own torch code."""
+"""Empty, so that rules move rows by their own torch code."""
 
 
 def _u(number: int) -> Any:
@@ -93,7 +93,7 @@ def rehash(old: Slots, table: Slots) -> None:
 
 
 def _places(table: Slots, ids: Ints) -> Any:
-    """Where ids are that are there."""
+    """The places of ids that are there."""
     places = np.empty(len(ids), np.int64)
     at, left = _homes(table, ids), np.arange(len(ids))
     while len(left):
@@ -296,7 +296,7 @@ def to_bfloat16(values: Floats, ids: Ints, seed: int, update: int, out: Halves) 
 
 
 def to_float16(values: Floats, ids: Ints, seed: int, update: int, out: Halves) -> None:
-    """The same for float16; what is too large becomes the largest number there is."""
+    """Rounds up or down by chance to float16; what is too large becomes the largest number."""
     bits = values.view(np.uint32).astype(np.uint64)
     sign = (bits >> _u(16)) & _u(0x8000)
     exponent = ((bits >> _u(23)) & _u(0xFF)).astype(np.int64) - 112

@@ -21,7 +21,7 @@ _SERVER: Final = "tensorwire.parameter_server.server.host"
 
 
 class Gone(enum.Enum):
-    """Instead of an answer."""
+    """Returned instead of an answer."""
 
     LOST = enum.auto()
     """The callee is gone, or this worker is leaving."""
@@ -134,12 +134,12 @@ def verdict_on(worker: extend.Worker, life: Server | Client) -> Verdict:
 
 
 def own_incarnation() -> int:
-    """Runs at any worker: says which life of its name it is."""
+    """Returns, at any worker, which life of its name that is."""
     return extend.worker().life.incarnation
 
 
 def are_lost_here(incarnation: int, suspects: frozenset[Server]) -> bool:
-    """Runs at a trainer: says if all of these lives are lost to it; not if it is another life."""
+    """Says, at a trainer, if all of these lives are lost to it; not if it is another life."""
     worker = extend.worker()
     all_lost = all(verdict_on(worker, each) is Verdict.OVER for each in suspects)
     return worker.life.incarnation == incarnation and all_lost
@@ -147,7 +147,7 @@ def are_lost_here(incarnation: int, suspects: frozenset[Server]) -> bool:
 
 @rpc.functions.async_execution
 def handle(cluster: str, incarnation: int, message: Any) -> torch.futures.Future[Any]:
-    """Runs at a server: takes a message for that life of it.
+    """Takes, at a server, a message for that life of it.
 
     Args:
         cluster: the cluster's name.
@@ -162,11 +162,11 @@ def handle(cluster: str, incarnation: int, message: Any) -> torch.futures.Future
 
 @rpc.functions.async_execution
 def push(cluster: str, incarnation: int, message: Exchange) -> torch.futures.Future[Any]:
-    """Runs at a server: takes a push, and the pull in the same message; see :func:`handle`."""
+    """Takes, at a server, a push, and the pull in the same message; see :func:`handle`."""
     return handle(cluster, incarnation, message)
 
 
 @rpc.functions.async_execution
 def pull(cluster: str, incarnation: int, message: Exchange) -> torch.futures.Future[Any]:
-    """Runs at a server: takes a pull that comes alone; see :func:`handle`."""
+    """Takes, at a server, a pull that comes alone; see :func:`handle`."""
     return handle(cluster, incarnation, message)

@@ -19,7 +19,7 @@ from tensorwire.parameter_server.declarations.dense_spec import PieceData
 from tensorwire.parameter_server.declarations.wire import Packed
 
 CHANNEL: Final = "tensorwire.ps/view/"
-"""Clients hear of views here; the cluster's name follows."""
+"""Begins the name of the channel on which clients hear of views; the cluster's name follows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class TableIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """Up to which change of a shard a trainer knows rows that it keeps.
+    """The changes of a shard up to which a trainer knows rows that it keeps.
 
     Args:
         life: of the shard's count of changes; 0 if it was never told.
@@ -249,19 +249,19 @@ Reply = Rows | Accepted | Denied | Elsewhere | Full | Unread | Broken
 
 @dataclass(frozen=True, slots=True)
 class See:
-    """There is a later view, as text."""
+    """News of a later view, as text."""
 
     view: str
 
 
 @dataclass(frozen=True, slots=True)
 class LatestView:
-    """A newcomer asks for the view that a server knows; answered with its text, None for none."""
+    """A newcomer's question for the view that a server knows; answered with its text, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """A server that would take these lives out of a view asks for a vote.
+    """A question for a vote, by a server that would take these lives out of a view.
 
     Answered with True once the server that was asked has heard of their end, too, or with
     ``Outdated``.
@@ -273,14 +273,14 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class Outdated:
-    """Instead of an answer: there is a later view, in which the sender has another part or none."""
+    """News, instead of an answer, of a view in which the sender has another part or none."""
 
     view: str
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The coordinator gives a shard an order.
+    """An order of the coordinator to a shard.
 
     Args:
         view: the coordinator's, as text.
@@ -297,21 +297,21 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Somebody wants something of the coordinator; answered with ``Granted`` or ``Rejected``."""
+    """A request to the coordinator; answered with ``Granted`` or ``Rejected``."""
 
     what: orders.Request
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A request is done."""
+    """The answer to a request that is done."""
 
     result: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A request cannot be done; without a reason, this server does not coordinate."""
+    """The answer to one that cannot be done; without a reason, this server does not coordinate."""
 
     reason: str
 
@@ -343,7 +343,7 @@ class Bring:
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """Another shard tells this one how many pushes it has.
+    """News of how many pushes another shard has.
 
     Args:
         shard: which is told.
@@ -398,7 +398,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Getting:
-    """Somebody wants the pieces of a dense group that a shard keeps, with their state."""
+    """A question for the pieces of a dense group that a shard keeps, with their state."""
 
     shard: int
     name: str
@@ -444,14 +444,14 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class CountOf:
-    """Asks how many pushes of a trainer were taken; answered with None if it is not known here."""
+    """A question for how many pushes of a trainer were taken; None if that is not known here."""
 
     trainer: int
 
 
 @dataclass(frozen=True, slots=True)
 class AccountOf:
-    """Asks for the account of samples of a sampler.
+    """A question for the account of samples of a sampler.
 
     Answered with ``Counted``, once it is safe; with None if there is no such sampler.
     """
@@ -462,7 +462,7 @@ class AccountOf:
 
 @dataclass(frozen=True, slots=True)
 class LeaseOf:
-    """A trainer asks for batches of samples; answered with ``Leased`` or ``NoLessor``."""
+    """A trainer's question for batches of samples; answered with ``Leased`` or ``NoLessor``."""
 
     shard: int
     asked: LeaseAsked
@@ -470,4 +470,4 @@ class LeaseOf:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Answered with what this server can say of itself, as plain data."""
+    """A question for what this server can say of itself; answered with plain data."""

@@ -1,4 +1,4 @@
-"""Settings all who connect to a cluster must agree about, and where in the store its view lies."""
+"""The settings that all who connect to a cluster must agree about, and its view in the store."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Meeting:
         return None if found is None else found.decode()
 
     def undo(self, cluster: str, generation: int, trainer: int, pushes: int) -> None:
-        """A trainer says how many of its pushes the roll-back to that generation undid."""
+        """Notes how many pushes of a trainer the roll-back to that generation undid."""
         self.claim(f"undone/{cluster}/{generation}/{trainer}", None, str(pushes))
 
     def undone(self, cluster: str, generation: int, trainer: int) -> int | None:

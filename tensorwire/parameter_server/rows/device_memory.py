@@ -13,7 +13,7 @@ from tensorwire.parameter_server.kernels.arrays import Floats, Ints
 
 _FIRST: Final = 1024
 _SPARE: Final = 4
-"""Memory is given back where so many times as much is reserved as is used."""
+"""Memory is given back where reserved memory is so many times what is used."""
 
 
 class DeviceColumn:

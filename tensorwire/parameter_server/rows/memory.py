@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _RESERVED: Final = ((64, 1 << 38), (512, 1 << 36))
-"""So many columns of a process reserve so many bytes of addresses each. A process has 2**47, of
-which 64 columns take an eighth, and 512 nearly half."""
+"""Columns of a process, and the bytes of addresses that so many reserve each. A process has 2**47,
+of which 64 columns take an eighth, and 512 nearly half.
+"""
 _RESERVED_BY_OTHERS: Final = 1 << 34
 _LEAST: Final = 1 << 26
 _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)

@@ -48,12 +48,12 @@ class Coordinating:
         self._is_undecided = False
 
     def close(self) -> None:
-        """Ends it; whoever asked for something asks another server."""
+        """Ends it; requests go to another server."""
         self._closed = True
         self._stop()
 
     def _stop(self) -> None:
-        """Coordinates no longer: whoever asked for something asks another server."""
+        """Coordinates no longer; requests go to another server."""
         self._coordinator = None
         self._is_undecided = False
         self._reject_all()
@@ -63,7 +63,7 @@ class Coordinating:
     # --- who coordinates
 
     def seen(self, view: View) -> None:
-        """There is a later view, which may name another."""
+        """Takes a later view, which may name another coordinator."""
         mine = self._coordinator
         if mine is None:
             return
@@ -112,7 +112,7 @@ class Coordinating:
         return found
 
     def _arrived(self, server: Server) -> None:
-        """One more worker of the cluster's role is there; it may not know of the cluster."""
+        """Takes one more worker of the cluster's role, which may not know of the cluster."""
         if self._coordinator is not None:
             self._do(self._coordinator.asked(next(self._numbers), orders.Arrive(server)))
 
@@ -125,7 +125,7 @@ class Coordinating:
     # --- events
 
     def heard_lost(self, server: Server) -> None:
-        """A worker is gone."""
+        """Takes note that a worker is gone."""
         if self._coordinator is not None:
             is_proven = self._node.lives.is_proven_over(server)
             self._do(self._coordinator.server_lost(server, is_proven))
@@ -134,7 +134,7 @@ class Coordinating:
         self.look()
 
     def heard_came(self, server: Server) -> None:
-        """A worker is there."""
+        """Takes note that a worker is there."""
         if self._coordinator is not None:
             self._do(self._coordinator.server_came(server))
         view = self._node.view
@@ -142,7 +142,7 @@ class Coordinating:
             self._arrived(server)
 
     def asked(self, call: Call, what: orders.Request) -> None:
-        """Somebody wants something."""
+        """Takes a request."""
         self.look()
         if self._coordinator is None or self._is_undecided:
             call.answer(messages.Rejected(""))
@@ -246,7 +246,7 @@ class Coordinating:
         )  # fmt: skip
 
     def _reject_all(self) -> None:
-        """Whoever asked for something asks again, for as long as it has patience."""
+        """Rejects all requests; whoever made them asks again, for as long as it has patience."""
         for number in list(self._requests):
             self._settle(number, messages.Rejected(""))
 

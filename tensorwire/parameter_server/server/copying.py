@@ -37,7 +37,7 @@ class Copies:
     # --- to here
 
     def take(self, piece: CopyPiece) -> bool:
-        """Some rows came."""
+        """Takes some rows of a copy."""
         ids, columns = piece.rows
         rows = Rows(ids, columns)
         self._incoming.setdefault(piece.copy, {}).setdefault(piece.table, []).append(rows)
@@ -48,7 +48,7 @@ class Copies:
         return self._incoming.pop(copy, {})
 
     def forget(self, server: Server) -> None:
-        """A server is gone in the middle of its copy."""
+        """Forgets the copy of a server that is gone in its middle."""
         for name in [name for name in self._incoming if name[2] == str(server)]:
             del self._incoming[name]
 

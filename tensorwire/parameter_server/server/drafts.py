@@ -56,7 +56,7 @@ class Drafts:
     def begin(
         self, request: int, call: Call, what: orders.TakeSnapshot, view: View
     ) -> orders.TakeSnapshot | Snapshot | Refused | None:
-        """A snapshot is wanted.
+        """Begins a snapshot that is wanted.
 
         Returns:
             The order to take it; the snapshot if it was taken for another; ``Refused``; None if it
@@ -106,7 +106,7 @@ class Drafts:
         return found[0]
 
     def end(self, request: int, is_done: bool) -> list[Call]:
-        """A request is answered; returns who else gets that answer."""
+        """Ends a request that is answered; returns who else gets that answer."""
         wanted = self._under_way.pop(request, None)
         if wanted is None:
             return []

@@ -59,6 +59,6 @@ class Exports:
         node.call(keeper.head, bring, answered)
 
     def _send_again(self, number: int) -> None:
-        """Called without the lock."""
+        """Sends what was not taken. Called without the lock."""
         with self._node.acting():
             self.send(number)

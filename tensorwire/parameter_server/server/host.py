@@ -36,7 +36,7 @@ _SECONDS_TO_CONFIRM: Final = 2.0
 
 
 def host() -> Host:
-    """The current worker's."""
+    """The current worker as a server."""
     return extend.worker_state(Host, lambda: Host(extend.worker()), Host.close, Host.leave)
 
 
@@ -75,7 +75,7 @@ class Host:
     def take(
         self, cluster: str, incarnation: int, future: torch.futures.Future[Any], message: Any
     ) -> None:
-        """A message came."""
+        """Takes a message."""
         call = Call(future)
         if incarnation != self.worker.life.incarnation or self._closed.is_set():
             call.answer(_turned_away(message))
@@ -158,7 +158,7 @@ class Host:
     # --- memory
 
     def take_room(self, push: Claim, shard: ShardServer) -> str:
-        """A push came: the reason for which there is no room for it; empty if there is.
+        """Takes room for a push; returns why there is none, or an empty text.
 
         The shard knows afterwards how much is left.
         """
@@ -182,7 +182,7 @@ class Host:
         return ""
 
     def give_room_back(self, cluster: str, shard: int, trainer: int) -> None:
-        """A trainer was lost."""
+        """Gives back the room of a trainer that was lost."""
         with self._lock:
             self._reserved.pop((cluster, shard, trainer), None)
 
@@ -215,7 +215,7 @@ class Host:
         return facts_of(nodes)
 
     def describe_all(self) -> dict[str, dict[str, Any]]:
-        """The same by cluster."""
+        """Returns all that this server can say of itself, by cluster."""
         with self._lock:
             nodes = dict(self._nodes)
         return {name: self.describe(node) for name, node in nodes.items()}

@@ -1,4 +1,4 @@
-"""Has one thread at a time work on a shard, in order: whoever brings work does what is waiting.
+"""Has one thread at a time work on a shard, in order; a thread that brings work does what waits.
 
 So no work waits for a thread to wake, and the order in which decisions were made is the order in
 which the state changes.

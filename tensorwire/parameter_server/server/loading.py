@@ -81,7 +81,7 @@ def _use(k: ModuleType, rule: Rule, init: Initialiser) -> np.ndarray[Any, Any]:
 
 
 def _use_those_for_many(k: ModuleType, *those: Table) -> None:
-    """The same for two tables at a time, and the pushes of two trainers."""
+    """Uses the kernels for two tables at a time, and the pushes of two trainers."""
     ids, rows = np.arange(20, dtype=np.int64), np.empty((20, 4), np.float32)
     for time in range(2):
         places = tables.pull(k, those, (10, 10), ids, rows, time)
@@ -100,6 +100,6 @@ def compile_kernels() -> None:
 
 
 def main() -> None:
-    """Does so in a process of its own, which gives way to others."""
+    """Compiles kernels in a process of its own, which gives way to others."""
     os.nice(_NICE)
     compile_kernels()

@@ -166,7 +166,7 @@ class Node:
     # --- views
 
     def see(self, view: View) -> None:
-        """There may be a later view."""
+        """Takes a view, which may be a later one."""
         if self.view is not None and view.number <= self.view.number:
             self.coordinating.look()
             return
@@ -207,7 +207,7 @@ class Node:
         self._joining.discard(number)
 
     def heard_lost(self, server: Server) -> None:
-        """A worker is gone, which may have been a server."""
+        """Takes note that a worker is gone, which may have been a server."""
         if server == self.me:
             self._expel()
             return
@@ -221,7 +221,7 @@ class Node:
             self.coordinating.heard_lost(server)
 
     def _expel(self) -> None:
-        """The others took this server for lost: it turns everybody away, and decides nothing."""
+        """Turns everybody away and decides nothing, as the others took this server for lost."""
         with self.acting():
             if not self._expelled:
                 self._expelled = True
@@ -230,7 +230,7 @@ class Node:
                 self._end()
 
     def heard_came(self, server: Server) -> None:
-        """A worker is there, which may be a server."""
+        """Takes note that a worker is there, which may be a server."""
         with self.acting():
             news = self.lives.came(server)
             for former in news.over:
@@ -243,7 +243,7 @@ class Node:
     # --- what others call
 
     def handle(self, call: Call, message: Any) -> None:
-        """Somebody calls."""
+        """Answers a call."""
         with self.acting():
             if self._closed or self._expelled:
                 call.answer(_turned_away(message))
@@ -548,14 +548,14 @@ class Node:
         self.later(lambda: self.host.after(_SECONDS_BETWEEN_TRIES, action))
 
     def copied(self, shard: ShardServer, effect: StartCopy, arrived: bool) -> None:
-        """A copy has arrived at a new backup, or not."""
+        """Notes whether a copy has arrived at a new backup."""
         number = shard.replica.shard
         if self.shards.get(number) is shard:
             follow = shard.replica.copied if arrived else shard.replica.heir_lost
             self.carry_out(number, follow(effect.heir))
 
     def _changed(self, shard: ShardServer, what: Any) -> None:
-        """The state of a shard has changed; called by its lane."""
+        """Notes that the state of a shard has changed; called by its lane."""
         self.host.worker.progress.count()
         if isinstance(what, Reached) and isinstance(what.cut.action, orders.Freeze):
             kept = _UNWRITTEN if shard.replica.is_head else 0

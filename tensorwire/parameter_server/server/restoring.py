@@ -147,7 +147,7 @@ def _has_same_columns(old: TableSpec, spec: TableSpec) -> bool:
 
 
 def _require_alike(name: str, saved: Saved, spec: TableSpec | DenseSpec) -> None:
-    """A snapshot to which a cluster goes back was checked when it was restored."""
+    """Checks a snapshot to go back to: it was checked when it was restored."""
     if isinstance(spec, KeptDense) or (
         isinstance(spec, TableSpec) and isinstance(spec.rule, KeptRule)
     ):

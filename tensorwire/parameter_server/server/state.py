@@ -66,7 +66,7 @@ Buffers = Callable[[str, Sequence[int], torch.dtype], Tensor]
 
 @dataclass(slots=True)
 class Memo:
-    """The findings of a pull of a trainer, so that its push need not look again."""
+    """The rows that a pull of a trainer found, so that its push need not look again."""
 
     pull: int
     places: dict[tuple[str, ...], ManyPlaces] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class ShardState:
             self._restore(saved_at(order.folder))
 
     def _restore(self, restored: Restored) -> None:
-        """Everything of the snapshot that belongs to this shard."""
+        """Takes in everything of the snapshot that belongs to this shard."""
         for table in self.tables.values():
             restoring.load_table(table, restored, self._own(), self._time)
         for group in self.dense.values():
@@ -296,7 +296,7 @@ class ShardState:
             table.end_changes()
 
     def _publish(self, change: int) -> None:
-        """A version is whole; nothing of it need be written again, if it was the last."""
+        """Notes that a version is whole; nothing of the last one need be written again."""
         if change == self._version:
             for table in self.tables.values():
                 assert table.changes is not None
@@ -343,14 +343,14 @@ class ShardState:
         self.exports = dict(copied.exports)
 
     def forget_frozen(self, kept: int) -> None:
-        """Nobody will write the shard as it was, but for the last ``kept`` times."""
+        """Forgets how the shard was, but for the last ``kept`` times: nobody will write it."""
         for change in sorted(self.frozen)[: len(self.frozen) - kept]:
             frozen = self.frozen.pop(change)
             if isinstance(frozen, FrozenShard):
                 self.thaw(frozen)
 
     def thaw(self, frozen: FrozenShard) -> None:
-        """Nobody needs to know any more how the shard was."""
+        """Ends remembering how the shard was."""
         for each in frozen.tables.values():
             each.thaw()
 
@@ -474,7 +474,7 @@ class ShardState:
         return ((out,) if exact else kind.pack(out)), changed
 
     def _end_numbering(self) -> None:
-        """Rows were not only updated: places and changes that were noted say nothing any more."""
+        """Drops noted places and changes, as rows were not only updated: they say nothing now."""
         self._memos.clear()
         self._numbering = None
         for table in self.tables.values():

@@ -1,4 +1,4 @@
-"""Reads snapshots, whoever wrote them, and checks that they are what they say.
+"""Reads snapshots of any writer, and checks that they are what they say.
 
 Each shard wrote one part. Rows lie in pieces of some tens of megabytes, each a few tensors named
 ``table/NAME/PIECE/COLUMN``; elements of dense groups as ``dense/NAME/PIECE/value``. The part's
@@ -157,7 +157,7 @@ class Restored:
 
     @property
     def folder(self) -> str:
-        """Where it is."""
+        """The folder that it lies in."""
         return str(self.saved.path)
 
     def _described(self) -> dict[str, Saved]:
@@ -393,7 +393,7 @@ def about_samples(samplers: Mapping[str, str], accounts: Mapping[str, Account]) 
 
 
 def _samples(meta: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Account]]:
-    """The samplers whose samples were counted, and the accounts of them; both may be absent."""
+    """The samplers whose samples were counted, and their accounts; both may be absent."""
     samplers = typed(meta.get("samplers", {}), dict, "samplers")
     accounts = typed(meta.get("accounts", {}), dict, "accounts")
     require(accounts.keys() <= samplers.keys(), "each account is that of a sampler")

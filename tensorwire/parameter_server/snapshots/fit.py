@@ -149,7 +149,7 @@ def _precision_changes(saved: Precision, mine: Precision) -> str:
 
 
 def carries_of(saved: SavedTable, mine: SavedTable) -> dict[str, Carry]:
-    """By name of the declared rule's state, how it is taken over; what is missing begins anew."""
+    """The way in which each state of the rule is taken over; what is missing begins anew."""
     both_sum = {saved.rule, mine.rule} <= _SUMS_OF_SQUARES
     found: dict[str, Carry] = {}
     for name, per in mine.state.items():

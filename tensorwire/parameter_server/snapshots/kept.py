@@ -39,7 +39,7 @@ class Keeping:
     strict: bool
 
     def encode(self) -> str:
-        """As text, for the cluster's view."""
+        """Encodes it as text, for the cluster's view."""
         kind = "table" if isinstance(self.saved, SavedTable) else "dense"
         return KEPT + json.dumps([kind, self.saved.encode(), self.folder, self.strict])
 
@@ -69,15 +69,15 @@ class KeptRule(Rule):
         return self.saved.state
 
     def hyper(self) -> tuple[float, ...]:
-        """None: nobody pushes."""
+        """Returns nothing, as nobody pushes."""
         return ()
 
     def with_hyper(self, values: tuple[float, ...]) -> Rule:
-        """The same rule."""
+        """Returns the same rule."""
         return self
 
     def update(self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Cannot be."""
+        """Raises: nobody pushes."""
         raise AssertionError("a push to a table that nobody has declared")
 
 
@@ -85,7 +85,7 @@ class KeptOptimizer(Optimizer):
     """The optimizer of a dense group that nobody has declared: it has state, and moves nothing."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Cannot be."""
+        """Raises: nobody pushes."""
         raise AssertionError("a push to dense parameters that nobody has declared")
 
 

@@ -51,7 +51,7 @@ class SavedTable:
     evict: int | None
 
     def encode(self) -> dict[str, Any]:
-        """As a value of JSON."""
+        """Encodes it as a value of JSON."""
         state = {name: per.name for name, per in self.state.items()}
         return {**asdict(self), "precision": self.precision.name, "state": state}
 
@@ -100,7 +100,7 @@ class SavedDense:
     pieces: tuple[Piece, ...]
 
     def encode(self) -> dict[str, Any]:
-        """As a value of JSON."""
+        """Encodes it as a value of JSON."""
         return {
             "optimizer": self.optimizer,
             "shapes": [list(shape) for shape in self.shapes],

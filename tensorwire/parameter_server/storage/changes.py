@@ -57,11 +57,11 @@ class Changes:
         return {RECENT: self._recent, UNPUBLISHED: self._unpublished}
 
     def mark(self, rows: Ints) -> None:
-        """These rows change."""
+        """Marks these rows as changed."""
         self._recent.rows[rows, 0] = 1
 
     def note_gone(self, ids: Ints) -> None:
-        """The rows of these ids are evicted."""
+        """Notes the ids of rows that are evicted."""
         if len(ids):
             self._gone_recently.append(ids)
 
@@ -70,7 +70,7 @@ class Changes:
         return {name: column.rows[rows] for name, column in self.columns().items()}
 
     def enter(self, rows: Ints, columns: Mapping[str, NDArray[Any]]) -> None:
-        """Rows come from another table, with marks if changes were noted there."""
+        """Takes in rows of another table, with marks if changes were noted there."""
         if RECENT not in columns:
             self.mark(rows)
             return
@@ -79,7 +79,7 @@ class Changes:
         self._is_published = False
 
     def cut(self, count: int) -> None:
-        """A version is taken: all that was recent is to be published.
+        """Cuts a version: all that was recent is to be published.
 
         Args:
             count: rows that the table has.
@@ -94,7 +94,7 @@ class Changes:
         self._gone_recently = []
 
     def publish(self) -> None:
-        """All that was to be published at the last cut is published."""
+        """Notes that all that was to be published at the last cut is published."""
         self._unpublished.release(0)
         self._is_published = True
         self._gone = []
@@ -110,7 +110,7 @@ class Changes:
         return Gone(_once(self._gone_recently), _once(self._gone))
 
     def enter_gone(self, gone: Gone) -> None:
-        """Ids come that were evicted where their slots were before."""
+        """Takes in ids that were evicted where their slots were before."""
         self._gone_recently.append(gone.recent)
         self._gone.append(gone.unpublished)
 

@@ -132,7 +132,7 @@ class DenseShard:
     # --- changing
 
     def apply(self, parts: Sequence[DensePart], share: float | None) -> None:
-        """One step with the sum of the parts' gradients, divided by ``share``.
+        """Makes one step with the sum of the parts' gradients, divided by ``share``.
 
         The hyper-parameters are those of the first part. The parts stay as they are.
         """
@@ -153,7 +153,7 @@ class DenseShard:
             parameter.grad = None
 
     def _step(self) -> None:
-        """Each optimizer moves its pieces, on several cores unless torch itself uses those."""
+        """Has each optimizer move its pieces, on several cores unless torch itself uses those."""
         works = [each.step for each in self._optimizers]
         size = sum(flat.nbytes for flat in self._flat.values())
         if torch.get_num_threads() == 1 and shares_of(size) > 1:

@@ -22,7 +22,7 @@ _LOOK: Final = 16
 
 
 class Frozen:
-    """One such memory of one table.
+    """The rows of one table as they were at one moment.
 
     Args:
         table: whose.
@@ -52,7 +52,7 @@ class Frozen:
             self._saved.append(self._table.taken(claimed[:count]))
 
     def thaw(self) -> None:
-        """Nobody needs to know any more how the table was."""
+        """Ends remembering, as nobody needs to know any more how the table was."""
         self._table.thaw(self)
 
     def next_piece(self, size: int) -> Rows | None:

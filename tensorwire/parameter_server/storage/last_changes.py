@@ -51,7 +51,7 @@ class LastChanges:
         self.column.rows[:count] = numbering.number
 
     def mark(self, rows: Ints) -> None:
-        """These rows change."""
+        """Marks these rows as changed."""
         self.column.rows[rows, 0] = self._numbering.number
 
     def since(self, rows: Ints, known: Ints) -> Any:

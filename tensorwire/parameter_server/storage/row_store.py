@@ -141,7 +141,7 @@ class _Kept(Generic[C]):
 
 
 def _widths(spec: TableSpec) -> dict[str, int]:
-    """The amount of numbers that each state of a row has."""
+    """The number of columns of each state of a row."""
     state = spec.rule.state.items()
     return {name: spec.dim if per is Per.COLUMN else 1 for name, per in state}
 

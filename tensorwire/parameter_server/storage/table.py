@@ -1,4 +1,4 @@
-"""One shard's share of a table: ids, who may come in and who must leave, over a store of rows.
+"""One shard's share of a table: ids, which come in and must leave, over a store of rows.
 
 Rows are numbered from 0 without gaps: when rows go, the last ones take their numbers. A pull
 changes nothing. Not for several threads at a time.
@@ -195,7 +195,7 @@ class Table:
     # --- changing
 
     def apply(self, parts: Sequence[Part], time: int, share: float | None = None) -> None:
-        """One update by all of these together.
+        """Makes one update of all of these together.
 
         Args:
             parts: one for each trainer, in order.
@@ -426,7 +426,7 @@ class Table:
         return self._candidates.all() if self._candidates is not None else None
 
     def begin_changes(self) -> None:
-        """From now on notes what changes, beginning with nothing."""
+        """Notes what changes from now on, beginning with nothing."""
         self.changes = Changes()
 
     def end_changes(self) -> None:
@@ -452,7 +452,7 @@ class Table:
         return frozen
 
     def thaw(self, frozen: Frozen) -> None:
-        """Nobody needs to know any more how the rows were."""
+        """Ends remembering, as nobody needs to know any more how the rows were."""
         if frozen in self._frozen:
             self._frozen.remove(frozen)
 

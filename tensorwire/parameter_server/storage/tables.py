@@ -170,7 +170,7 @@ def apply(
     k: ModuleType, tables: Sequence[Table], parts: Sequence[ManyParts], time: int,
     share: float | None = None,
 ) -> None:  # fmt: skip
-    """One update of each table by all of these together.
+    """Makes one update of each table by all of these together.
 
     Args:
         k: the kernels.

@@ -77,7 +77,7 @@ def apply_many(kernels: ModuleType, rule: Rule, touched: Touched, step: int) -> 
 
 
 def _addresses(values: Floats) -> Ints:
-    """Where an array begins."""
+    """The address at which an array begins."""
     return np.array([values.__array_interface__["data"][0]])
 
 
@@ -108,7 +108,7 @@ def apply_on_device(
     grad: Floats,
     step: int,
 ) -> None:
-    """The same for rows that lie on a device, by the rule's own torch code."""
+    """Moves rows that lie on a device, by the rule's own torch code."""
     index = weight.index(rows)
     copies = {name: column.tensor[index] for name, column in state.items()}
     moved = weight.tensor[index]

@@ -52,7 +52,7 @@ _logger: Final = logging.getLogger("tensorwire")
 _GONE: Final = (rpc.WorkerLostError, rpc.UnknownWorkerError)
 _SECONDS_TO_NOTICE: Final = 5.0
 _MOST_IN_VAIN: Final = 3
-"""Recoveries one after the other although nobody was lost."""
+"""Most recoveries in a row although nobody was lost."""
 
 
 class Carrier:
@@ -375,7 +375,7 @@ def owners_of(design: Design) -> Owners:
 
 
 def _pass_over(call: rpc.Future[Any]) -> None:
-    """Looks at an outcome that changes nothing: who was not told is told with the next version."""
+    """Ignores an outcome that changes nothing: who was not told is told with the next version."""
     with contextlib.suppress(Exception):
         call.wait()
 

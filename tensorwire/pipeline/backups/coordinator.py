@@ -251,7 +251,7 @@ class Coordinator:
                 return result
 
     def note(self, work: str) -> None:
-        """Stages were changed from outside, in a way that cannot be repeated."""
+        """Notes that stages were changed from outside, in a way that cannot be repeated."""
         self._log.append(Operation(Kind.UNREPEATABLE, work))
         self._is_dirty = True
 

@@ -158,7 +158,7 @@ class Keeper:
         self.put(piece.epoch, piece.seat, piece.version, copied)
 
     def _begins(self, piece: Piece) -> _Arriving:
-        """The first piece of a copy is here; what came in other epochs will never be whole.
+        """Begins a copy with its first piece; what came in other epochs will never be whole.
 
         A piece of one may still be written on another thread, so its memory is not used again.
         """
@@ -216,7 +216,7 @@ class Keepers:
 
     @classmethod
     def here(cls) -> Keepers:
-        """Those of the current worker."""
+        """The copies of the current worker."""
         return extend.worker_state(
             "tensorwire.pipeline.backups", lambda: cls(extend.worker()), cls.close
         )
@@ -248,7 +248,7 @@ class Keepers:
             keeper.timer.cancel()
 
     def close(self) -> None:
-        """The worker shuts down."""
+        """Drops everything, as the worker shuts down."""
         self._end()
         with self._lock:
             keepers = list(self._keepers.values())
@@ -396,7 +396,7 @@ def fetch(pipeline: str, seat: Seat, version: int) -> StageCopy:
 
 
 def settle(pipeline: str, epoch: Epoch, version: int) -> None:
-    """All seats have this version twice."""
+    """Drops older versions, as all seats have this version twice."""
     Keepers.here().of(pipeline).settle(epoch, version)
 
 
@@ -407,7 +407,7 @@ def held_by(pipeline: str) -> tuple[int, extend.Life | None]:
 
 
 def forget(pipeline: str, epoch: Epoch) -> None:
-    """The pipeline is closed."""
+    """Drops all copies of a pipeline that is closed."""
     keepers = Keepers.here()
     keepers.of(pipeline).enter(epoch)
     keepers.forget(pipeline)

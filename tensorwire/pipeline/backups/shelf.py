@@ -63,19 +63,19 @@ class Shelf(Generic[C]):
         return self._copies.get(Copy(seat, version))
 
     def settle(self, epoch: Epoch, version: int) -> list[C]:
-        """Every seat has this version twice: drops older ones, which are returned."""
+        """Drops and returns versions older than this one, which every seat has twice."""
         if not self.enter(epoch):
             return []
         return self._drop(lambda each: each.version < version)
 
     def go_back(self, epoch: Epoch, version: int) -> list[C]:
-        """The pipeline goes on from this version: drops newer ones, which are returned."""
+        """Drops and returns versions newer than this one, from which the pipeline goes on."""
         if not self.enter(epoch):
             return []
         return self._drop(lambda each: each.version > version)
 
     def clear(self, epoch: Epoch) -> bool:
-        """The pipeline begins anew: drops everything; returns False if a later epoch is known."""
+        """Drops everything, as the pipeline begins anew; False if a later epoch is known."""
         if not self.enter(epoch):
             return False
         self._copies.clear()

@@ -17,7 +17,7 @@ _SECONDS: Final = 40.0
 _LARGEST: Final = 64 << 20
 _TOKEN: Final = "TENSORWIRE_TOKEN"
 _GZIP: Final = 31
-"""Of zlib: the format of gzip, with the largest window."""
+"""The argument of zlib for the format of gzip, with the largest window."""
 
 
 class PageClient:

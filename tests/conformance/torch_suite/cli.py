@@ -147,12 +147,12 @@ def judged(result: Result, subject: Subject) -> Result:
 
 
 def _excused(test: str, subject: Subject) -> Exemption | None:
-    """Why a test need not pass, if so; torch itself is never excused."""
+    """The reason why a test need not pass, if so; torch itself is never excused."""
     return None if subject is Subject.TORCH else exemption(test, subject.backend)
 
 
 class _Choice:
-    """Which of all tests to run."""
+    """The tests to run of all."""
 
     def __init__(
         self, subject: Subject, options: argparse.Namespace, before: Sequence[Result]

@@ -1,4 +1,4 @@
-"""Which of torch's tests need not pass, and why: one honest reason for each.
+"""The tests of torch's that need not pass, with one honest reason for each.
 
 A test that fails without a reason here fails the run. Tests that torch itself skips,
 and those that need more GPUs than there are, say so when they run and are not listed.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """Why a test need not pass."""
+    """The kinds of reasons why a test need not pass."""
 
     LIFTED = "pins a limitation that ours lifts"
     SCRIPT = "TorchScript's C++ front end"
@@ -223,10 +223,10 @@ UNSTEADY: Sequence[tuple[str, str]] = (
 
 
 def unsteady(test: str) -> str | None:
-    """Why ``test`` fails now and then whoever it tests; None if it should not."""
+    """The reason why ``test`` fails now and then whoever it tests; None if it should not."""
     return next((why for tests, why in UNSTEADY if re.fullmatch(tests, test)), None)
 
 
 def exemption(test: str, backend: str) -> Exemption | None:
-    """Why ``test`` need not pass over ``backend``; None if it must."""
+    """The reason why ``test`` need not pass over ``backend``; None if it must."""
     return next((each for each in EXEMPTIONS if each.covers(test, backend)), None)

@@ -1,4 +1,4 @@
-"""Where the threads of a process are in C: what shows who keeps Python's lock for good.
+"""The C stacks of a process's threads, which show who keeps Python's lock for good.
 
 A process that hangs that way cannot tell its Python stacks, which torch's fixture asks for.
 """

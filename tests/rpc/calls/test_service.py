@@ -235,7 +235,7 @@ def test_what_a_shutdown_ends_is_a_loss_to_its_caller_and_no_error_of_the_functi
 
 
 class Kernel(torch.futures.Future[int]):
-    """As one with devices: only ``wait`` has the streams of the thread wait."""
+    """Acts like one with devices: only ``wait`` has the streams of the thread wait."""
 
     waits: ClassVar[list[str]] = []
 

@@ -1,4 +1,4 @@
-"""Which workers of a job may still come."""
+"""The workers of a job that may still come."""
 
 from __future__ import annotations
 

@@ -401,7 +401,7 @@ class TestWhoNeverWillCome:
 
 
 def test_who_joins_late_knows_at_once_who_is_there_and_who_is_gone() -> None:
-    """As 100 random histories say, which begin with numbers of their own."""
+    """Plays 100 random histories, which begin with numbers of their own."""
     for seed in range(100):
         chance, store = random.Random(seed), HashStore()
         there, gone, lives = {}, {}, dict.fromkeys(NAMES, 0)

@@ -292,7 +292,7 @@ def serve() -> Iterator[Callable[[int], int]]:
 def test_who_was_silent_longest_of_the_busiest_origin_is_closed(
     steps: list[tuple[str, int]],
 ) -> None:
-    """As a search through all of them finds it; a quarter of the connections share an origin."""
+    """A search through all finds the same; a quarter of the connections share an origin."""
     origins, silent = Origins(), dict[int, str]()
     for do, number in steps:
         origin = f"127.0.0.{number if number % 4 else 0}"
@@ -419,7 +419,7 @@ def peak_mib(port: int) -> int:
 def test_the_process_takes_no_more_memory_than_the_page_on_security_says(
     shape: Callable[[], Iterator[bytes]], key: bytes
 ) -> None:
-    """As the kernel counts it. Strangers send twice as much, on as many connections as that takes.
+    """The kernel counts it. Strangers send twice as much, on as many connections as that takes.
 
     Those of the closed part are served meanwhile.
     """

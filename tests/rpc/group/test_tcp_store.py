@@ -145,7 +145,7 @@ def test_a_wrong_server_cannot_have_it_allocate_at_will(frozen: socket.socket) -
 
 
 def test_what_a_connection_swallows_is_asked_again_over_another(port: int) -> None:
-    """As after a cut, from which a connection that is there already recovers late."""
+    """A cut does so: a connection that is there already recovers late from it."""
     swallowed: list[socket.socket] = []
 
     def relay(listener: socket.socket) -> None:

@@ -83,7 +83,7 @@ def multiply_at(worker: str, value: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def trace_to_the_end(group: Group) -> Iterator[Trace]:
-    """As :func:`trace`, but ends when every handler has noted that its reply was sent."""
+    """Traces like :func:`trace`, but ends when every handler has noted that it replied."""
 
     def noted(agent: Agent) -> bool:
         tracing = agent.extensions.load("rpc.tracing")

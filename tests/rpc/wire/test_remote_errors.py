@@ -313,7 +313,7 @@ def test_an_exception_whose_class_does_not_tell_its_name_still_comes_back() -> N
 
 
 class Exits:
-    """As a value, it ends whoever packs it; as an error's text, whoever prints it."""
+    """Ends, as a value, whoever packs it, and as an error's text whoever prints it."""
 
     def __reduce__(self) -> Any:
         raise SystemExit("packed")

@@ -229,7 +229,7 @@ def test_pending_conjugation_and_negation_are_carried_out() -> None:
 @pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
 @pytest.mark.parametrize("shape", [(), (5,), (0,), (2, 3)], ids=str)
 def test_zeros_without_memory_arrive_as_zeros(shape: tuple[int, ...], limit: int) -> None:
-    """As autograd makes them where a gradient is known to be zero."""
+    """Autograd makes such where a gradient is known to be zero."""
     zeros = torch._efficientzerotensor(shape, dtype=torch.complex64)
     for sent in (zeros, zeros.t() if zeros.ndim == 2 else zeros, zeros.real):
         arrived = travel(sent, inline_limit=limit)

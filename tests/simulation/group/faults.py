@@ -24,7 +24,7 @@ class FaultKind(enum.Enum):
     FREEZE = "is stopped"
     """Its clock goes on, and tells it when it wakes."""
     PAUSE = "is stopped with its clock"
-    """As a virtual machine is that is paused: when it wakes, no time has passed for it."""
+    """A pause like a virtual machine's: when the worker wakes, no time has passed for it."""
     STOP_BEFORE_SENDING = "is stopped before it sends anything more"
     """Between a decision and what follows from it, which it sends when it wakes."""
     HOLD = "holds its interpreter's lock"

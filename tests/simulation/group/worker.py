@@ -584,7 +584,7 @@ class SimWorker:
         return []
 
     def release_references(self) -> None:
-        """As :meth:`release`."""
+        """Does as :meth:`release`."""
         self.release()
 
     def release(self) -> None:

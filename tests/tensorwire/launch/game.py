@@ -412,7 +412,7 @@ class Game:
         assert process.life == latest, f"a former life joined: {self.describe()}"
 
     def look(self, process: Process) -> None:
-        """As a worker's own watch over the list does."""
+        """Looks at the list as a worker's own watch does."""
         listed = {record.rank: record for record in self.members.members()}
         for info in process.view.living():
             if info.id not in listed:

@@ -69,7 +69,7 @@ def flags(work: Job, endpoint: str, nodes: str) -> tuple[str, ...]:
 def test_agents_meet_where_the_hosts_own_name_stands_for_its_loopback_interface(
     work: Job, hosts: Sequence[Machine], endpoint: str
 ) -> None:
-    """As Debian has it; the second agent comes first, and says for whom it waits."""
+    """Names like Debian's; the second agent comes first, and says for whom it waits."""
     one, two = hosts
     Path(one.hosts).write_text(f"127.0.0.1 localhost\n127.0.1.1 one\n{two.address} two\n")
     command = (*flags(work, endpoint, "2"), "--role", "trainer:1", LIGHT, str(work.folder))

@@ -20,7 +20,7 @@ KEYS = ["user", "item", "shop"]
 
 @dataclass
 class Jagged:
-    """As TorchRec's ``KeyedJaggedTensor``, as far as it is used."""
+    """Stands for TorchRec's ``KeyedJaggedTensor``, as far as it is used."""
 
     ids: Tensor
     counts: Tensor
@@ -40,7 +40,7 @@ class Jagged:
 
 @dataclass
 class Config:
-    """As TorchRec's ``EmbeddingBagConfig``."""
+    """Stands for TorchRec's ``EmbeddingBagConfig``."""
 
     name: str
     feature_names: list[str]
@@ -50,7 +50,7 @@ class Config:
 
 
 class Bags(nn.Module):
-    """As TorchRec's ``EmbeddingBagCollection``: two tables for three features."""
+    """Stands for TorchRec's ``EmbeddingBagCollection``: two tables for three features."""
 
     def __init__(self) -> None:
         super().__init__()

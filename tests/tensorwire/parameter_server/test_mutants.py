@@ -154,7 +154,7 @@ def _has_a_lease_as_soon_as_it_asks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _counts_leases_from_when_the_answer_is_read(patch: pytest.MonkeyPatch) -> None:
-    """As a head does that sleeps between its question and the answer."""
+    """Counts like a head that sleeps between its question and the answer."""
     answered, durable = processes.Process.answered, leases.Lease.durable
     now = -math.inf
 

@@ -393,7 +393,7 @@ def test_a_snapshot_is_taken_by_whoever_coordinates_after_the_first_was_lost(
 
 
 def _held(write: Callable[..., None], shard: int) -> tuple[Callable[..., None], threading.Event]:
-    """As ``write``, but this shard's part is written only when it may be."""
+    """Returns ``write``, but this shard's part is written only when it may be."""
     may = threading.Event()
 
     def held(folder: str, number: int, *rest: Any) -> None:

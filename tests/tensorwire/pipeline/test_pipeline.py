@@ -502,7 +502,7 @@ def test_a_consumer_that_changes_its_input_hides_that_from_the_others_of_its_wor
 
 
 def test_what_an_earlier_stage_needs_for_its_backward_pass_may_not_be_changed() -> None:
-    """As torch says where the two are layers of one process."""
+    """Torch says the same where the two are layers of one process."""
     modules: list[nn.Module] = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()), _Adds()]
     with group("a"):
         pipe = Pipeline(place(modules, "aa"), "1f1b", 2, nn.MSELoss())

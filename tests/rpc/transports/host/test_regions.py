@@ -44,7 +44,7 @@ def test_what_dies_while_a_thread_forks_is_free_afterwards(seen: dict[str, str])
 
 
 def test_the_parent_keeps_what_dies_in_the_child_before_all_else(seen: dict[str, str]) -> None:
-    """As what other threads had in a ``threading.local`` does."""
+    """Objects that other threads had in a ``threading.local`` die in such a way."""
     assert seen["dropped_early_in_child"] == "lives o"
 
 

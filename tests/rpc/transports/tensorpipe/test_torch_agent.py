@@ -46,7 +46,7 @@ class Agent:
         reverse_maps: dict[str, DeviceMap],
         joins: bool,
     ) -> None:
-        """As torch's: who joins replaces no map, who leaves takes with it what is not passed."""
+        """Acts like torch's: joining replaces no map, leaving removes what is not passed."""
         if joins:
             self.reverse_maps = reverse_maps | self.reverse_maps
             self.devices += [each for each in devices if each not in self.devices]

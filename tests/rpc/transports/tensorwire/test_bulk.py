@@ -44,7 +44,7 @@ class End:
         mover.add(mine, self.channel)
 
     def ended(self, reason: str) -> None:
-        """As a peer would: has the socket not read any more."""
+        """Does as a peer would: has the socket not read any more."""
         self.reasons.append(reason)
         self.mover.remove(self.sender.sock)
 

@@ -989,7 +989,7 @@ def test_a_handler_may_close_its_own_transport(make: Maker) -> None:
 
 
 class Interrupt(BaseException):
-    """As a signal handler may raise."""
+    """An error such as a signal handler may raise."""
 
 
 @pytest.mark.parametrize(

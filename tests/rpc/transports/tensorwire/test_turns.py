@@ -12,7 +12,7 @@ SERVICE_SECONDS = 1e-4
 
 
 def serve(callers: int, most: int, seconds: float) -> list[tuple[float, int]]:
-    """When each call was served, and whose it was; each caller sends again at once."""
+    """The time at which each call was served, and its caller, who sends again at once."""
     turns: Turns[int] = Turns(most)
     ready, log, now = list(range(callers)), [], 0.0
     while now < seconds:

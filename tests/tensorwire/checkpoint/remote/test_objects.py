@@ -50,7 +50,7 @@ def test_a_follower_has_the_versions_that_are_copied(tmp_path: Path, url: str) -
 
 
 def test_a_version_that_is_copied_in_part_is_not_there(tmp_path: Path, url: str) -> None:
-    """As after a kill: what is missing is copied again."""
+    """A kill leaves such a version; what is missing is copied again."""
     _publish(tmp_path, torch.ones(3)).close()
     copier, files = ChainCopier(tmp_path, url), fsspec.filesystem("memory")
     copier.copy()

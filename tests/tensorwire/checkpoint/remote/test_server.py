@@ -401,7 +401,7 @@ def test_a_port_that_is_taken_is_an_error(published: _Published) -> None:
 
 
 def test_the_reader_key_is_hkdf_of_the_groups(tmp_path: Path) -> None:
-    """As RFC 5869 has it, by another library."""
+    """Derives the key of RFC 5869 by another library."""
     hkdf = pytest.importorskip("cryptography.hazmat.primitives.kdf.hkdf")
     hashes = pytest.importorskip("cryptography.hazmat.primitives.hashes")
     info = b"reader key of published versions"

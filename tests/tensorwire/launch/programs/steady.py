@@ -30,7 +30,7 @@ IDS, STEPS, HALF = 200, 60, 40
 
 
 def note(path: Path, text: str) -> None:
-    """Whoever reads it sees all of the text or none."""
+    """Writes so that readers see all of the text or none."""
     draft = path.with_suffix(".draft")
     draft.write_text(text)
     draft.rename(path)

@@ -85,7 +85,7 @@ def embedding_after(
 
 
 def only_rows(grad: Tensor | None, ids: np.ndarray) -> Tensor:
-    """As a sparse tensor. Made by torch, it would add an id's gradients up in another order."""
+    """Makes a sparse tensor. Made by torch, it would add an id's gradients in another order."""
     assert grad is not None
     rows = torch.from_numpy(np.unique(ids))
     return torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], grad.shape)

@@ -283,7 +283,7 @@ class Game:
                 self.later(process, learn)
 
         def is_refused(other: Process) -> None:
-            """Whoever took it for lost refuses it, so that it takes that one for lost, too."""
+            """Has a process that took it for lost refuse it, so that it takes that one for lost."""
             if other.takes_for_lost(process.life):
                 process.hear_lost(other.life)
             elif not process.knows:

@@ -136,7 +136,7 @@ class TrainerProcess(Process):
     # --- what it does
 
     def act(self) -> None:
-        """Whatever was not answered is tried again by somebody who waits."""
+        """Tries again what was not answered, as somebody who waits does."""
         if self.phase == "declare":
             self.ask_coordinator(orders.Announce(*self.undeclared[0]), self.is_declared)
         elif self.phase == "join":
@@ -184,7 +184,7 @@ class TrainerProcess(Process):
         self.ask_count()
 
     def ask_count(self) -> None:
-        """Where does it begin? Any shard can tell."""
+        """Asks where it begins, which any shard can tell."""
         if self.phase != "start":
             return  # the cluster went back to where it begins
         start = self.game.rules.start_of(self)

@@ -26,7 +26,7 @@ LATER = "tensorwire.parameter_server.kernels.numba_kernels"
 
 @pytest.fixture(autouse=True)
 def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this machine says what was compiled; nothing was."""
+    """The file in which this machine says what was compiled; nothing was."""
     path = tmp_path / "kernels-x.compiled"
     monkeypatch.setattr(meanwhile, "_note", lambda: path)
     monkeypatch.setattr(meanwhile, "_folder", lambda: tmp_path)

@@ -194,7 +194,7 @@ class TestOneTrainer:
     def test_goes_on_from_the_last_push_when_the_loop_was_left(
         self, under: Any, loader: Any
     ) -> None:
-        """Whatever was read and not pushed comes again, and nothing that was pushed."""
+        """Records that were read and not pushed come again, and none that were pushed."""
 
         def go() -> list[int]:
             it = Counting(consistency=under)
