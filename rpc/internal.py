@@ -16,8 +16,8 @@ import torch
 
 from rpc.functions import async_execution, idempotent
 from rpc.wire import codec
+from rpc.wire.handles import OutOfBandHandle
 from rpc.wire.remote_errors import refuse_as_torch_does
-from rpc.wire.simple_values import OutOfBandHandle
 
 _leaving: contextvars.ContextVar[list[OutOfBandHandle] | None] = contextvars.ContextVar(
     "rpc_references_leaving", default=None

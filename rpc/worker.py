@@ -234,7 +234,7 @@ class Worker:
         """A future to be completed by its maker, which waits as futures of calls do."""
         return self._caller.future(description)
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """Waits until ``done()``, taking in what arrives meanwhile where that is faster.
 
         Args:

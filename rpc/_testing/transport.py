@@ -137,7 +137,7 @@ class FaultyTransport:
         """See ``base.Transport.attend``."""
         self._inner.attend()
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """Waits as the inner transport does."""
         self._inner.wait(done, block)
 

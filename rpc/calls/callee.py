@@ -11,19 +11,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from rpc.calls.call_parts import CallParts
+from rpc.calls.outcome import Outcome
 from rpc.calls.service import Service
 from rpc.errors import FrameError
 from rpc.ids import Life
 from rpc.observe import tracing
 from rpc.observe.metrics import MOST_UNCOUNTED, Book, CallMetrics, ErrorKind
-from rpc.observe.names import UNDECODED, MethodName, text_of
+from rpc.observe.names import UNDECODED, text_of
 from rpc.protocol.cancellation import EarlyCancellations
 from rpc.protocol.retry import IdempotencyTable, RequestId, Verdict
 from rpc.runtime.event_loop import EventLoop
@@ -39,20 +37,6 @@ _MOST_HEADERS = 4096
 _CALL = Operation.CALL
 _USER_CODE = (Operation.CALL, Operation.METHOD, Operation.CREATE)
 _SECONDS_TO_LET_GO = 5.0
-_WITHOUT_CODE = (type(None), bool, int, float, str, bytes, torch.Tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a function; of one that made a value for a reference, what is told of it."""
-
-    method: MethodName
-    result: object
-    error: BaseException | None
-
-    def runs_no_code(self) -> bool:
-        """True if it can be freed on any thread."""
-        return self.error is None and type(self.result) in _WITHOUT_CODE
 
 
 class Callee:

@@ -78,7 +78,7 @@ class OutstandingCalls:
         future.number = 0
         return future
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """Waits as the transport likes it."""
         require_room()  # what arrives meanwhile must not be taken in by half
         self._shared.transport.wait(done, block)  # another one's in a forked child

@@ -64,7 +64,8 @@ from rpc.wire.simple_values import (
 from rpc.wire.tensor_table import pack_tensors, pack_tied_tensors
 
 if TYPE_CHECKING:
-    from rpc.calls.callee import Callee, Outcome
+    from rpc.calls.callee import Callee
+    from rpc.calls.outcome import Outcome
 
 _logger = logging.getLogger("rpc")
 

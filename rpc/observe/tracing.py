@@ -68,7 +68,7 @@ _sending: contextvars.ContextVar[tuple[TraceRecording, CallRecord] | None] = con
     "rpc_traced_call", default=None
 )
 
-active = _place.get
+active: Callable[[], TracePlace | None] = _place.get
 """The place of the running code; None outside traces. Asked by every call."""
 
 

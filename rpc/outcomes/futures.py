@@ -39,13 +39,13 @@ else:
         """``torch.futures.Future`` spelled so that it can be subscripted at run time."""
 
 
-Waiter = Callable[[Callable[[], bool], Callable[[], None]], None]
+Waiter = Callable[[Callable[[], object], Callable[[], None]], None]
 Completion = Callable[[], None]
 """Completes a future, which may run its callbacks."""
 
 
 def wait_in_usual_modes(
-    waiter: Waiter, done: Callable[[], bool], block: Callable[[], None]
+    waiter: Waiter, done: Callable[[], object], block: Callable[[], None]
 ) -> None:
     """Waits; what is delivered meanwhile, for whomever, shows nothing of this thread's modes."""
     if torch_modes.are_changed():

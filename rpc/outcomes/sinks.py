@@ -113,7 +113,7 @@ class WaitingCaller:
             with torch_modes.usual():
                 return self.result(wait)
         told = self._told
-        is_there: Any = told.__len__  # a function of Python's would take longer than it does
+        is_there = told.__len__  # a function of Python's would take longer than it does
         if current.place is None:
             wait(is_there, self._block)
         else:

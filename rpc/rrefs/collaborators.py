@@ -48,7 +48,7 @@ class Calls(Protocol):
     def future(self, description: str) -> Future[Any]:
         """Makes a future that is waited for as the transport likes it."""
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """Waits as the transport likes it."""
 
     def creation_gone(self, fork: GlobalId, reason: BaseException) -> None:

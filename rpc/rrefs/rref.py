@@ -18,7 +18,7 @@ from rpc.extensions import run_distributed_backward
 from rpc.outcomes.futures import Future
 from rpc.rrefs import rref_proxy
 from rpc.runtime import finalizers
-from rpc.wire.simple_values import OutOfBandHandle
+from rpc.wire.handles import OutOfBandHandle
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:

@@ -249,7 +249,7 @@ class MemoryTransport:
     def attend(self) -> None:
         """Does nothing: the hub's threads deliver in any case."""
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """Sleeps; the hub's threads deliver meanwhile."""
         block()
 

@@ -205,7 +205,7 @@ class Transport(Protocol):
         that reads for the others.
         """
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """Waits until ``done()``, on behalf of a caller that needs a reply.
 
         ``block`` sleeps until ``done()`` holds. A transport without threads to

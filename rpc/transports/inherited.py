@@ -57,7 +57,7 @@ class InheritedTransport:
     def attend(self) -> None:
         """Does nothing."""
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """Raises AgentClosedError, as nothing will come, unless ``done()``."""
         if not done():
             self._refuse()

@@ -34,11 +34,11 @@ from torch.nn import Parameter
 from rpc.errors import DecodeError, EncodeError, RpcError
 from rpc.runtime.text import class_name, text_of
 from rpc.wire import torch_objects
+from rpc.wire.handles import OutOfBandHandle
 from rpc.wire.simple_values import (
     NOT_SIMPLE,
     PROTOCOL,
     Encoded,
-    OutOfBandHandle,
     decode_simple,
     encode_simple,
 )

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from rpc.errors import DecodeError
 from rpc.ids import new_tuple
+from rpc.wire.handles import OutOfBandHandle
 
 PROTOCOL: Final = 5
 """The protocol of every pickle that is sent."""
@@ -46,12 +47,6 @@ NOT_SIMPLE: Final = object()
 """Returned in place of a value that is not one of these."""
 
 _SMALL_BYTES: Final = 1024
-
-
-class OutOfBandHandle:
-    """Base of handles that travel out of band, as an index into ``Encoded.references``."""
-
-    __slots__ = ()
 
 
 class Encoded(NamedTuple):

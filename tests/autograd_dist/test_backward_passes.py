@@ -111,7 +111,7 @@ class Network:
         else:
             self.under_way.append(lambda: message.answer.set_result(reply))
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         while not done():
             assert self.under_way, "the pass waits, but nothing is under way"
             self.step()

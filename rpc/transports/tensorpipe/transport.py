@@ -253,7 +253,7 @@ class TensorPipeTransport:
     def attend(self) -> None:
         """Does nothing: torch's threads deliver in any case."""
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """Sleeps; torch's threads deliver meanwhile."""
         block()
 

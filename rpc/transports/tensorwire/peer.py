@@ -247,19 +247,22 @@ class RemotePeer:
         if link is None:
             self._connect_ended("")
             return
-        while True:
-            with self._lock:
-                frames, self._early = self._early, []
-                if not frames:
-                    self.outgoing = link
-                    self._connecting = None
-                    break
+        while frames := self._take_early(link):
             for frame, looks in frames:
                 try:
                     link.send(frame, looks)
                 except Exception as error:
                     self._could_not_leave(frame, error)
         self._settle()
+
+    def _take_early(self, link: Link) -> list[tuple[Frame, tuple[Look, ...]]]:
+        """The frames that came while there was no link; if there are none, ``link`` takes over."""
+        with self._lock:
+            frames, self._early = self._early, []
+            if not frames:
+                self.outgoing = link
+                self._connecting = None
+        return frames
 
     def _could_not_leave(self, frame: Frame, error: Exception) -> None:
         """Fails the call of a frame that was accepted; what comes after it goes its way."""

@@ -151,7 +151,7 @@ class ReplySide:
         self._ticking = False
         self._channels: dict[int, _Channel] = {}
         self._leading = threading.Lock()
-        self._leader_done: Callable[[], bool] | None = None
+        self._leader_done: Callable[[], object] | None = None
         self._leader_thread = 0
         self._background_thread = 0
         self._threads: list[threading.Thread] = []
@@ -205,7 +205,7 @@ class ReplySide:
             with contextlib.suppress(KeyError):
                 self._held.popitem()[0].flush()
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """Reads until ``done()``, or calls ``block`` if another thread does already."""
         held, here.held = here.held, True
         try:
@@ -226,7 +226,7 @@ class ReplySide:
         if not done():
             block()
 
-    def _lead(self, done: Callable[[], bool]) -> None:
+    def _lead(self, done: Callable[[], object]) -> None:
         """Reads for all, with the leadership taken, which it gives back."""
         self._leader_thread = threading.get_ident()
         self._leader_done = done
@@ -279,7 +279,7 @@ class ReplySide:
             finally:
                 self._leading.release()
 
-    def _lead_within(self, done: Callable[[], bool]) -> None:
+    def _lead_within(self, done: Callable[[], object]) -> None:
         """Reads on the leading thread, for a call that a signal handler makes while it waits."""
         outer, self._leader_done = self._leader_done, done
         try:
@@ -287,7 +287,7 @@ class ReplySide:
         finally:
             self._leader_done = outer
 
-    def _read_until(self, done: Callable[[], bool]) -> None:
+    def _read_until(self, done: Callable[[], object]) -> None:
         try:
             while not (done() or self._closed):
                 if here.due:

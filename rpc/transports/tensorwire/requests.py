@@ -286,12 +286,18 @@ class RequestSide:
                         self._flush_held()
                 else:
                     self._poll()
-            with self._lock:
-                if self._closed or len(self._idle) >= _IDLE_THREADS:
-                    break
-                if self.holder is not me:
-                    self._idle.append(me)
+            if not self._rests(me):
+                break
         self._leave()
+
+    def _rests(self, me: _Server) -> bool:
+        """Lets the running thread, which passed the baton on, wait for it; False if it ends."""
+        with self._lock:
+            if self._closed or len(self._idle) >= _IDLE_THREADS:
+                return False
+            if self.holder is not me:
+                self._idle.append(me)
+            return True
 
     def _poll(self) -> None:
         timeout = _SWEEP_SECONDS if self.sweeping else -1

@@ -300,7 +300,7 @@ class TensorWireTransport:
             return AgentClosedError("the transport is closed")
         return UnknownWorkerError(f"worker {to} is not in the group")
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         """See :meth:`rpc.transports.base.Transport.wait`."""
         now = self._now or self.running()
         shared = now.shared

@@ -678,7 +678,7 @@ def test_the_waiter_waits():
     calls: list[bool] = []
     future: Future[int] = Future(waiter=lambda done, block: wait(done, block))
 
-    def wait(done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(done: Callable[[], object], block: Callable[[], None]) -> None:
         calls.append(done())
         future.set_result(1)
         calls.append(done())

@@ -66,7 +66,7 @@ class Unpack:
         return self.outcome
 
 
-def sleep(done: Callable[[], bool], block: Callable[[], None]) -> None:
+def sleep(done: Callable[[], object], block: Callable[[], None]) -> None:
     block()
 
 
@@ -143,7 +143,7 @@ def test_a_transport_that_reads_for_the_caller_need_not_block():
     caller = WaitingCaller()
     seen: list[bool] = []
 
-    def read(done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def read(done: Callable[[], object], block: Callable[[], None]) -> None:
         seen.append(done())
         caller.replied(PLAIN, FRAME, Unpack(3))
         seen.append(done())

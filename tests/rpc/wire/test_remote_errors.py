@@ -31,8 +31,8 @@ from rpc.errors import (
 )
 from rpc.runtime.text import class_name
 from rpc.wire.codec import decode, encode
+from rpc.wire.handles import OutOfBandHandle
 from rpc.wire.remote_errors import RemoteTraceback, decode_error, encode_error, raisable, retell
-from rpc.wire.simple_values import OutOfBandHandle
 from rpc.worker_info import WorkerInfo
 
 W1 = WorkerInfo("w1", 1)

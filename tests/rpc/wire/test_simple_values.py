@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rpc.errors import DecodeError
 from rpc.wire import simple_values
 from rpc.wire.codec import decode, decode_loaded, encode
-from rpc.wire.simple_values import OutOfBandHandle
+from rpc.wire.handles import OutOfBandHandle
 
 
 class Handle(OutOfBandHandle):

@@ -166,7 +166,7 @@ class RemoteTransport:
     def attend(self) -> None:
         """Its process reads in any case."""
 
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], object], block: Callable[[], None]) -> None:
         if not done():
             block()
 
