@@ -40,12 +40,12 @@ class ExtensionSet:
         self._make = make
         self._lock = threading.Lock()
         self.loaded: dict[str, CallExtension] = {}
-        """By name; to look at only."""
+        """The loaded extensions by name; to look at only."""
         self._closed = False
         self.used = False
         """True once any is loaded."""
         self.observers: tuple[CallObserver, ...] = ()
-        """Those that look at calls."""
+        """The extensions that look at calls."""
 
     def load(self, name: str) -> CallExtension:
         """The extension of module ``name``, imported and made if need be.

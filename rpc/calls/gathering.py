@@ -109,7 +109,7 @@ class Gatherings:
         self._open: defaultdict[GatheringId, AllGatherStates] = defaultdict(AllGatherStates)
         self._failures: dict[Members, RpcError] = {}  # the latest, for those who come late
         self._wanted: defaultdict[Members, dict[str, int]] = defaultdict(dict)
-        """At the leader: the oldest gathering that each still takes part in."""
+        """The oldest gathering that each still takes part in, at the leader."""
         self._closed: RpcError | None = None
 
     def all_gather(

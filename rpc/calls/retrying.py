@@ -114,7 +114,7 @@ class Retries:
         self._numbers = itertools.count(1)
         self._open: dict[int, RetriedSink] = {}
         self.closed = False
-        """Nothing is tried again any more."""
+        """True once nothing is tried again any more."""
 
     def start(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
         """Makes the first attempt; the outcome of the last goes to ``sink``.
@@ -264,7 +264,7 @@ class RetriedSink:
         self._sink = sink
         self._cancelled = False
         self.is_waited_for = isinstance(sink, WaitingCaller)
-        """The caller holds a thread for the outcome."""
+        """True if the caller holds a thread for the outcome."""
         self.goes_on = False
         """True after an attempt that failed and was not the last."""
         self.expired: Call | None = None

@@ -110,7 +110,7 @@ class GroupShutdown:
         self._answering = False
         self._probed = False
         self.awaits_quiet = False
-        """Somebody waits until nothing is under way here, and is to be told of every end."""
+        """True if somebody waits until nothing is under way here, to be told of every end."""
         self._will_speak = False
         self._asked_by: int | None = None
         self._finished = threading.Event()

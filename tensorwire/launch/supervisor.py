@@ -151,7 +151,7 @@ class Supervisor:
         self._joined: set[int] = set()
         """The seats of which a life was seen as a member of the group."""
         self._early: dict[int, int] = {}
-        """By seat, the exit code of the last life if it failed early, else 0."""
+        """The exit code of each seat's last life if it failed early, else 0."""
 
     @property
     def running(self) -> Sequence[int]:

@@ -123,7 +123,7 @@ class TorchAgent:
             module, store, name, torch_options, self._reverse_maps, self._devices
         )
         self._told = len(self._devices)
-        """Of how many torch has heard."""
+        """The number of workers that torch has heard of."""
         try:
             module._set_and_start_rpc_agent(self._agent)
         except RuntimeError as error:

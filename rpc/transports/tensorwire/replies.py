@@ -131,10 +131,10 @@ class ReplySide:
         self._name = name
         self._outstanding = outstanding
         self.attended = True
-        """The background thread sees what arrives; changed by who has the leadership."""
+        """True if the background thread sees what arrives; changed by the leader."""
         self._to_be_attended = False
         self._looks_after = False
-        """The background thread looks now and then whether anybody leads."""
+        """True if the background thread looks now and then whether anybody leads."""
         self._leads = 0
         with contextlib.ExitStack() as made:  # what is closed if something cannot be made
             self._epoll = made.enter_context(select.epoll())

@@ -77,9 +77,9 @@ class Pace:
 
     def __init__(self) -> None:
         self.apart = False
-        """Deliver each request on a thread of its own."""
+        """True to deliver each request on a thread of its own."""
         self.looking = False
-        """Deliveries take long enough to ask how much of it they compute."""
+        """True if deliveries take long enough to measure how much of it they compute."""
 
     def took(self, seconds: float, computed: float | None) -> None:
         """Notes that a delivery ended.

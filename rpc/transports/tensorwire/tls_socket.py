@@ -43,7 +43,7 @@ class _TlsSession:
         self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=server_side)
         self.lock = threading.Lock()
         self.names: tuple[str, ...] | None = None
-        """Of the other end's certificate; None until hands are shaken."""
+        """The names in the other end's certificate; None until hands are shaken."""
         self.left = _NOTHING
         """Encrypted bytes that the system has not taken."""
         self.taken = 0

@@ -43,7 +43,7 @@ class Declared:
         self.dense: WeakValueDictionary[str, DenseGroup] = WeakValueDictionary()
         self._session = session
         self._parameters: dict[str, list[weakref.ref[Tensor]]] = {}
-        """By name of a dense group, whose values it keeps; tells two models of one name apart."""
+        """The owner of each dense group's values; tells two models of one name apart."""
 
     def announce(self, spec: TableSpec | DenseSpec) -> None:
         """Tells the coordinator of a table or dense group.

@@ -87,15 +87,15 @@ class Session:
         self._meeting = Meeting(worker)
         self._caller = Caller(worker, cluster)
         self._specs: dict[str, TableSpec | DenseSpec] = {}
-        """By name, as this worker has declared them; changed by the thread that declares."""
+        """Declarations of this worker by name; changed by the thread that declares."""
         self._condition = threading.Condition(threading.RLock())
         """The lock that guards what follows, notified when that changes."""
         self._kept = Unacknowledged()
         """Pushes until they are safe at all shards."""
         self._asked: dict[int, PendingPull] = {}
-        """By number, the pulls whose answers nobody has taken yet."""
+        """Pulls whose answers nobody has taken yet, by number."""
         self._errors: dict[int, Exception] = {}
-        """By number of a push, the reason for which a server refused it."""
+        """The reason for which a server refused a push, by the push's number."""
         self._rolled: errors.RolledBack | None = None
         """A roll-back that nobody was told of yet."""
         self._failure: Exception | None = None

@@ -48,7 +48,7 @@ class Gate:
         """Positions of the log, and what other shards are told once all before them is safe."""
         self._uncounted: deque[_Uncounted] = deque()
         self._counts: dict[int, int] = {}
-        """By trainer, the number of its pushes that are safe."""
+        """The number of each trainer's pushes that are safe."""
 
     def safe_count(self, trainer: int) -> int:
         """The number of a trainer's pushes that are safe at the whole chain."""
