@@ -169,8 +169,8 @@ class DistAutogradContext:
 
     def _recv_functions(self) -> dict[tuple[int, int], Node]:
         with self._lock:
-            found = {key: node() for key, node in self._receipts.items()}
-        return {key: node for key, node in found.items() if node is not None}
+            nodes = {key: node() for key, node in self._receipts.items()}
+        return {key: node for key, node in nodes.items() if node is not None}
 
     def _known_worker_ids(self) -> set[int]:
         return set(self.workers())

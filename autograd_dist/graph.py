@@ -98,8 +98,8 @@ def explore(start: Iterable[Node], must_stop: Callable[[Node], bool] | None = No
                 if successor is not None and successor not in seen:
                     seen.add(successor)
                     stack.append(successor)
-    found: Region = new_tuple(Region, (inner, recvs, leaves, stops))
-    return found
+    region: Region = new_tuple(Region, (inner, recvs, leaves, stops))
+    return region
 
 
 def successors(node: Node) -> list[Node]:
@@ -115,29 +115,29 @@ def leading_to(targets: Iterable[Node], nodes: Iterable[Node]) -> set[Node]:
     for node in nodes:
         for successor in successors(node):
             before[successor].append(node)
-    found: set[Node] = set()
+    ancestors: set[Node] = set()
     stack = list(targets)
     while stack:
         for node in before.get(stack.pop(), ()):
-            if node not in found:
-                found.add(node)
+            if node not in ancestors:
+                ancestors.add(node)
                 stack.append(node)
-    return found
+    return ancestors
 
 
 def recv_edges_behind(start: Iterable[Edge]) -> set[Edge]:
     """The edges into recv nodes that gradients entering at ``start`` can reach."""
-    found: set[Edge] = set()
+    behind: set[Edge] = set()
     seen: set[Node] = set()
     stack = list(start)
     while stack:
         node, number = stack.pop()
         if type(node) is RecvNode:
-            found.add((node, number))
+            behind.add((node, number))
         elif node not in seen and type(node) is not _LeafNode:
             seen.add(node)
             stack.extend(edge for edge in node.next_functions if edge[0] is not None)
-    return found
+    return behind
 
 
 def any_reaches_another(nodes: Iterable[Node]) -> bool:

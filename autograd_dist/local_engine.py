@@ -243,9 +243,9 @@ class LocalPass:
 
     def _received_behind(self, edges: Iterable[Edge]) -> dict[Origin, set[int]]:
         received: dict[Origin, set[int]] = {}
-        found = recv_edges_behind(edges)
-        undelivered = set(self._undelivered({node for node, _ in found}))
-        for node, position in found:
+        edges_behind = recv_edges_behind(edges)
+        undelivered = set(self._undelivered({node for node, _ in edges_behind}))
+        for node, position in edges_behind:
             if node in undelivered:
                 received.setdefault(origin_of(node), set()).add(position)
         return received

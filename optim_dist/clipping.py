@@ -51,14 +51,16 @@ def clip_grad_norm_(
     by_owner: dict[rpc.WorkerInfo, list[tuple[int, rpc.RRef[Any]]]] = {}
     for position, rref in enumerate(params_rref):
         by_owner.setdefault(rref.owner(), []).append((position, rref))
-    found: dict[int, torch.Tensor] = {}
+    by_position: dict[int, torch.Tensor] = {}
     for norms in from_each(
         "measuring gradients",
         by_owner,
         lambda owner: rpc.rpc_async(owner, _norms, (context_id, by_owner[owner], norm_type)),
     ):
-        found.update(norms)
-    total = total_norm([found[each] for each in sorted(found)], norm_type, error_if_nonfinite)
+        by_position.update(norms)
+    total = total_norm(
+        [by_position[each] for each in sorted(by_position)], norm_type, error_if_nonfinite
+    )
     factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))
     from_each(
         "clipping gradients",
@@ -98,13 +100,13 @@ def _norms(
 ) -> dict[int, torch.Tensor]:
     """The norm of each parameter's gradient, by its position; of those that have one."""
     gradients = autograd_dist.get_gradients(context_id)
-    found = {}
+    norms = {}
     for position, rref in parameters:
         gradient = gradients.get(rref.local_value())
         if gradient is not None:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            found[position] = torch.linalg.vector_norm(values, norm_type).cpu()
-    return found
+            norms[position] = torch.linalg.vector_norm(values, norm_type).cpu()
+    return norms
 
 
 def _scale(context_id: int, parameters: Sequence[tuple[int, rpc.RRef[Any]]], factor: float) -> None:

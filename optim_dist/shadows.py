@@ -36,12 +36,12 @@ class Shadows:
 
     def without(self, groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
         """The tensors in an optimizer's groups of parameters that stand for nothing else."""
-        found = []
+        others = []
         for group in groups:
             for tensor in group["params"]:
                 if id(tensor) not in self._ids:
-                    found.append(tensor)
-        return found
+                    others.append(tensor)
+        return others
 
     def begin(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Begins a step: moves them to where the parameters are by now, and hands out gradients."""

@@ -76,10 +76,10 @@ class StateAcrossOwners:
             ``"state"``: what is kept for each parameter, by its position; ``"param_groups"``.
         """
         state: dict[int, Any] = {}
-        found = self._ask(
+        states = self._ask(
             "reading the state of an optimizer", read_local, [()] * len(self._positions)
         )
-        for positions, local in zip(self._positions, found, strict=True):
+        for positions, local in zip(self._positions, states, strict=True):
             state.update({positions[at]: each for at, each in local.items()})
         groups = [{**_plain(group), "params": list(group["params"])} for group in self.param_groups]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
@@ -109,8 +109,8 @@ class StateAcrossOwners:
 
     def _known_groups(self) -> Groups:
         if self._groups is None:
-            found = self._ask("reading hyperparameters", read_groups, [()] * len(self._positions))
-            self._groups = Groups(_merged(found, self._positions))
+            groups = self._ask("reading hyperparameters", read_groups, [()] * len(self._positions))
+            self._groups = Groups(_merged(groups, self._positions))
         return self._groups
 
     def _send_groups(self) -> None:
@@ -172,20 +172,20 @@ class _Placeholder(torch.optim.Optimizer):
 
 
 def _merged(
-    found: Sequence[Sequence[dict[str, Any]]], positions: Sequence[Sequence[int]]
+    by_owner: Sequence[Sequence[dict[str, Any]]], positions: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
     """The owners' groups as one, with the parameters' positions among all.
 
     Raises:
         ValueError: the owners have different numbers of groups.
     """
-    if len({len(groups) for groups in found}) > 1:
+    if len({len(groups) for groups in by_owner}) > 1:
         raise ValueError(
             "the owners' optimizers have different numbers of parameter groups: "
-            f"{[len(groups) for groups in found]}"
+            f"{[len(groups) for groups in by_owner]}"
         )
     merged = []
-    for groups in zip(*found, strict=True):
+    for groups in zip(*by_owner, strict=True):
         params = [
             its[at] for group, its in zip(groups, positions, strict=True) for at in group["params"]
         ]

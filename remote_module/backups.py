@@ -129,14 +129,14 @@ def is_backed(parameters: Sequence[Any]) -> bool:
 
 def left_by(name: bytes, parameters: Sequence[Any]) -> dict[int, dict[str, Any]]:
     """The state that an optimizer of this name had kept where modules here were before."""
-    found = {}
+    state = {}
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     for module, backed in _Modules.here().of(parameters):
         states = backed.optimizers.get(name, {})
         for own, parameter in module.named_parameters():
             if own in states and id(parameter) in places:
-                found[places[id(parameter)]] = {f: _copied(v) for f, v in states[own].items()}
-    return found
+                state[places[id(parameter)]] = {f: _copied(v) for f, v in states[own].items()}
+    return state
 
 
 def keep(key: str, made: ModuleCopy) -> None:
@@ -173,9 +173,9 @@ def create_of_copy(
     modules = _Modules.here()
     module = handlers.create_module(module_cls, args, kwargs, device, False, 0)
     with modules.lock:
-        found = modules.kept.pop(key)
-    module.load_state_dict(dict(found.state))
-    backed = _Backed(key, backup, found.optimizers)
+        kept = modules.kept.pop(key)
+    module.load_state_dict(dict(kept.state))
+    backed = _Backed(key, backup, kept.optimizers)
     with modules.lock:
         modules.backed[module] = backed
     backed.send(backed.copied(module))

@@ -89,8 +89,8 @@ def load_state(
     module_rref: rpc.RRef[nn.Module], state: Mapping[str, Any], strict: bool, assign: bool
 ) -> tuple[list[str], list[str]]:
     """Copies a state into the module; returns the names that are missing and unexpected."""
-    found = module_rref.local_value().load_state_dict(state, strict, assign)
-    return list(found.missing_keys), list(found.unexpected_keys)
+    mismatch = module_rref.local_value().load_state_dict(state, strict, assign)
+    return list(mismatch.missing_keys), list(mismatch.unexpected_keys)
 
 
 def convert(

@@ -145,7 +145,7 @@ def init_rpc(
         options = _meeting_at(options, place.init_method)
     WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
     with joining():
-        found = open_store(
+        meeting = open_store(
             options.init_method,
             rank,
             world_size,
@@ -153,10 +153,10 @@ def init_rpc(
             options.bind_address,
             store_key(options),
         )
-        keep_store(found.store)
+        keep_store(meeting.store)
         if life:
-            refuse_former_life(found.store, read_group_key(os.environ), name, life)
-        _init_rpc_backend(chosen, found.store, name, found.rank, found.world_size, options)
+            refuse_former_life(meeting.store, read_group_key(os.environ), name, life)
+        _init_rpc_backend(chosen, meeting.store, name, meeting.rank, meeting.world_size, options)
 
 
 def _meeting_at(options: RpcBackendOptions, init_method: str) -> RpcBackendOptions:

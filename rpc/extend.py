@@ -157,8 +157,8 @@ T = TypeVar("T")
 def find_worker() -> Worker | None:
     """Returns the current worker as :func:`worker` does, or None where there is none."""
     agent = find_agent()
-    found: Worker | None = None if agent is None else agent.worker
-    return found
+    mine: Worker | None = None if agent is None else agent.worker
+    return mine
 
 
 def call_extension(name: str) -> Any:
@@ -177,8 +177,8 @@ def worker() -> Worker:
     Raises:
         NotInitializedError: there is none.
     """
-    found: Worker = current_agent().worker
-    return found
+    mine: Worker = current_agent().worker
+    return mine
 
 
 def worker_state(

@@ -111,10 +111,10 @@ def serialize_call(
     references: list[OutOfBandHandle] = []
     outer = _leaving.set(references)
     try:
-        found: object = pickler.serialize(call)
+        written: object = pickler.serialize(call)
     finally:
         _leaving.reset(outer)
-    return *_serialized_by(pickler, found), references
+    return *_serialized_by(pickler, written), references
 
 
 def _require_pickler(pickler: object) -> None:
@@ -125,15 +125,15 @@ def _require_pickler(pickler: object) -> None:
         )
 
 
-def _serialized_by(pickler: object, found: object) -> tuple[bytes, list[torch.Tensor]]:
+def _serialized_by(pickler: object, written: object) -> tuple[bytes, list[torch.Tensor]]:
     """Passes on what a pickler's ``serialize`` returned, if it is what it must return."""
-    if isinstance(found, tuple) and len(found) == 2:
-        data, tensors = found
+    if isinstance(written, tuple) and len(written) == 2:
+        data, tensors = written
         if isinstance(data, bytes | bytearray) and isinstance(tensors, list | tuple):
             return bytes(data), [*tensors]
     raise TypeError(
         f"serialize() of the pickler {pickler!r} must return bytes and a list of tensors, but "
-        f"returned {found!r}"
+        f"returned {written!r}"
     )
 
 

@@ -152,10 +152,10 @@ class Worker:
 
     def store(self, namespace: str) -> KeyValueStore:
         """The group's key-value store; see :func:`rpc.extend.store`."""
-        found = self._store()
-        if found is None:
+        store = self._store()
+        if store is None:
             raise AgentClosedError(f"worker {self.info.name!r} has no store, or left its group")
-        return KeyValueStore(found, namespace)
+        return KeyValueStore(store, namespace)
 
     def life_of(self, who: Destination) -> Life:
         """The id and incarnation of a living worker; see :func:`rpc.extend.life_of`."""

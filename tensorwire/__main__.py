@@ -19,26 +19,26 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns the process's exit status."""
     parser = argparse.ArgumentParser(prog="python -m tensorwire", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    found = about()
+    facts = about()
     if parser.parse_args(arguments).json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(facts), indent=2))
     else:
-        print("\n".join(f"{name:<15} {value}" for name, value in lines(found)))
+        print("\n".join(f"{name:<15} {value}" for name, value in lines(facts)))
     return 0
 
 
-def lines(found: About) -> Iterable[tuple[str, str]]:
+def lines(facts: About) -> Iterable[tuple[str, str]]:
     """The facts in words: a name and a text for each line."""
-    yield "tensorwire", found.version
-    yield "Python", found.python
-    yield "torch", found.torch
-    yield "backends", f"{', '.join(found.backends)} (default: {found.backends[0]})"
-    yield "kernels", found.kernels
-    for extra in found.extras:
+    yield "tensorwire", facts.version
+    yield "Python", facts.python
+    yield "torch", facts.torch
+    yield "backends", f"{', '.join(facts.backends)} (default: {facts.backends[0]})"
+    yield "kernels", facts.kernels
+    for extra in facts.extras:
         yield f"[{extra.name}]", _extra(extra)
-    if not found.extras:
+    if not facts.extras:
         yield "extras", "unknown: this copy is not installed as a package"
-    yield from _machine(found.machine)
+    yield from _machine(facts.machine)
 
 
 def _extra(extra: Extra) -> str:

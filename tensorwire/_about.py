@@ -159,8 +159,8 @@ def _distributions(extra: str, needs: Mapping[str, list[str]]) -> Iterable[str]:
         if own is not None:
             for other in own[1].split(","):
                 yield from _distributions(other, needs)
-        elif (found := _DISTRIBUTION.match(requirement)) is not None:
-            yield found[0]
+        elif (match := _DISTRIBUTION.match(requirement)) is not None:
+            yield match[0]
 
 
 def _requirements() -> list[str]:

@@ -160,14 +160,14 @@ class Callee:
         with self._lock:
             if self._living.get(sender) != caller:  # a later life counts its requests anew
                 return
-            found = [s for s in self._serving if s.is_one_of(sender, correlations)]
-            missing = {*correlations} - {service.correlation for service in found}
+            named = [s for s in self._serving if s.is_one_of(sender, correlations)]
+            missing = {*correlations} - {service.correlation for service in named}
             self._cancelled_early.note(sender, missing)
-            numbers = {service.number for service in found} - {0}
+            numbers = {service.number for service in named} - {0}
             if numbers:  # another attempt at one of them may be the one that runs
                 like = [s for s in self._serving if s.sender == sender and s.number in numbers]
-                found = [*{*found, *like}]
-        for service in found:
+                named = [*{*named, *like}]
+        for service in named:
             service.cancel()
 
     def worker_lost(self, sender: int) -> None:
@@ -175,11 +175,11 @@ class Callee:
         with self._lock:
             self._cancelled_early.worker_lost(sender)
             let_go = self._once.worker_lost(sender)
-            found = [service for service in self._serving if service.sender == sender]
-            for service in found:  # nobody has to wait for them, not even a shutdown
+            theirs = [service for service in self._serving if service.sender == sender]
+            for service in theirs:  # nobody has to wait for them, not even a shutdown
                 del self._serving[service]
         self._release(let_go)
-        for service in found:
+        for service in theirs:
             service.orphaned = True
             service.cancel()
 

@@ -54,9 +54,9 @@ class ExtensionSet:
             DecodeError: there is no such module here, or it defines no extension.
             AgentClosedError: it was not loaded before, and nobody would close it any more.
         """
-        found = self.loaded.get(name)
-        if found is not None:
-            return found
+        loaded = self.loaded.get(name)
+        if loaded is not None:
+            return loaded
         try:
             kind = importlib.import_module(name).RPC_EXTENSION
         except (ImportError, AttributeError) as error:
@@ -95,37 +95,37 @@ class ExtensionSet:
 
     def debug_info(self) -> dict[str, object]:
         """Collects what all of them count; of one that cannot tell, its name and why."""
-        found: dict[str, object] = {}
+        report: dict[str, object] = {}
         for extension in self.all():
             name = extension.name
             try:
                 counts = extension.debug_info()
                 _require_mapping(name, counts)
-                found.update(counts)
+                report.update(counts)
             except Exception as error:
                 _logger.exception("debug_info of the extension %r failed", name)
-                found[name] = f"debug_info failed: {type(error).__name__}: {text_of(error)}"
-        return found
+                report[name] = f"debug_info failed: {type(error).__name__}: {text_of(error)}"
+        return report
 
     def attach_request(
         self, to: int, tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
     ) -> Extensions:
         """The metadata of a request to ``to`` that carries ``tensors``."""
-        found: list[tuple[str, bytes]] = []
+        attached: list[tuple[str, bytes]] = []
         for extension in list(self.loaded.values()):
             data = extension.outgoing_request(to, tensors)
             if data is not None:
                 if not isinstance(data, bytes):
                     raise _not_bytes(extension.name, "outgoing_request", data)
-                found.append((extension.name, data))
+                attached.append((extension.name, data))
         if severed is not None:
-            _require_whole(severed, found)
-        return tuple(found)
+            _require_whole(severed, attached)
+        return tuple(attached)
 
     def attach_observers(self, to: int, tensors: Sequence[torch.Tensor]) -> Extensions:
         """The metadata that observers of calls give an extension's message to ``to``."""
-        found = [(each.name, each.outgoing_request(to, tensors)) for each in self.observers]
-        return tuple((name, data) for name, data in found if data is not None)
+        attached = [(each.name, each.outgoing_request(to, tensors)) for each in self.observers]
+        return tuple((name, data) for name, data in attached if data is not None)
 
     def attach_reply(
         self,
@@ -135,7 +135,7 @@ class ExtensionSet:
         severed: type[torch.Tensor] | None,
     ) -> Extensions:
         """The metadata of the reply to a request that had some."""
-        found: list[tuple[str, bytes]] = []
+        attached: list[tuple[str, bytes]] = []
         if severed is not None:
             _require_whole(severed, request)
         for name, sent in request:
@@ -143,8 +143,8 @@ class ExtensionSet:
             if data is not None:
                 if not isinstance(data, bytes):
                     raise _not_bytes(name, "outgoing_reply", data)
-                found.append((name, data))
-        return tuple(found)
+                attached.append((name, data))
+        return tuple(attached)
 
     def on_request(
         self, sender: int, request: Extensions, scopes: Scopes, tensors: list[torch.Tensor]

@@ -144,8 +144,8 @@ class OutstandingCalls:
     def creation_gone(self, fork: GlobalId, reason: BaseException) -> None:
         """Fails what waits, through ``fork``, for the value of a ``remote()`` that failed."""
         with self._lock:
-            found = [r.call_id for r in self._table.outstanding() if r.call.through == fork]
-            calls = [ended.call for each in found if (ended := self._table.cancel(each))]
+            numbers = [r.call_id for r in self._table.outstanding() if r.call.through == fork]
+            calls = [ended.call for each in numbers if (ended := self._table.cancel(each))]
             self._count_failures(calls, ErrorKind.OTHER)
         for call in calls:
             call.sink.failed(RRefCreationError(f"RRef creation failed: {reason}"))

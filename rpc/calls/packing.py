@@ -70,7 +70,7 @@ def pack(
         EncodeError: a tensor cannot be sent.
         RRefError: the value holds a reference that must not be shared any more.
     """
-    _, tensors, found, _, severed = encoded
+    _, tensors, rrefs, _, severed = encoded
     extensions = attach(tensors, severed) if attach is not None else ()
     table: bytes = b""
     slots: tuple[torch.Tensor, ...] = ()
@@ -79,7 +79,7 @@ def pack(
             lower = tensor_table.pack_tensors
         is_moved = host_moves and (to, borrow) in host_moves
         table, slots = lower(tensors, _NONE_INLINE if is_moved else tensor_table.INLINE_LIMIT)
-    loan = references.lending.lend(found, to, borrow=borrow) if found else NOTHING_LENT
+    loan = references.lending.lend(rrefs, to, borrow=borrow) if rrefs else NOTHING_LENT
     return new_tuple(Packed, (extensions, loan, table, slots))
 
 

@@ -103,7 +103,7 @@ def members_of(text: str, said: str) -> tuple[tuple[str, int], ...]:
     Raises:
         ValueError: there is none, or a port is no number; names ``said``.
     """
-    found = []
+    members = []
     for part in filter(None, (each.strip() for each in text.split(","))):
         parts = urlsplit(f"//{part}")
         try:
@@ -112,12 +112,12 @@ def members_of(text: str, said: str) -> tuple[tuple[str, int], ...]:
             raise ValueError(f"{said!r}: {part!r} has no port that can be: {error}") from None
         if not parts.hostname:
             raise ValueError(f"{said!r}: {part!r} names no host")
-        found.append((parts.hostname, port))
-    if not found:
+        members.append((parts.hostname, port))
+    if not members:
         raise ValueError(
             f"{said!r} names no member of an etcd cluster, as in etcd1:2379,etcd2:2379"
         )
-    return tuple(found)
+    return tuple(members)
 
 
 class EtcdStoreClient(OwnStore):
@@ -188,18 +188,18 @@ class EtcdStoreClient(OwnStore):
         """Puts the desired value under a key that has the expected one; returns what is there."""
         expected, desired = _bytes(expected_value), _bytes(desired_value)
         if expected == desired:
-            found = self._values([key])[0]
+            stored = self._values([key])[0]
         else:
-            found = self._exchange(key, expected, desired)[1]
-        return expected if found is None else found
+            stored = self._exchange(key, expected, desired)[1]
+        return expected if stored is None else stored
 
     def compare_set_all(
         self, changes: Sequence[tuple[str, str | bytes, str | bytes]]
     ) -> list[bytes]:
         """Makes several compare-and-sets; those that change nothing are one round trip."""
         if all(_bytes(expected) == _bytes(desired) for _, expected, desired in changes):
-            found = self._values([key for key, _, _ in changes])
-            pairs = zip(changes, found, strict=True)
+            stored = self._values([key for key, _, _ in changes])
+            pairs = zip(changes, stored, strict=True)
             return [_bytes(e) if value is None else value for (_, e, _), value in pairs]
         return [self.compare_set(*change) for change in changes]
 
@@ -280,9 +280,9 @@ class EtcdStoreClient(OwnStore):
         """Reads the job's run and lease, or puts them there. Needs the lock."""
         key = _text(f"{self.prefix}/{_RUN_KEY}".encode())
         while True:
-            found = self._post("kv/range", {"key": key}).get("kvs", ())
-            if found:
-                run, lease = base64.b64decode(found[0]["value"]).split(b" ")
+            entries = self._post("kv/range", {"key": key}).get("kvs", ())
+            if entries:
+                run, lease = base64.b64decode(entries[0]["value"]).split(b" ")
                 self._run, self._lease = run, int(lease)
                 return
             lease = self._post("lease/grant", {"TTL": LEASE_SECONDS, "ID": 0})["ID"]
@@ -376,8 +376,8 @@ class EtcdStoreClient(OwnStore):
             if member not in self._tokens:
                 password = Path(self._place.password_file).read_text().strip()
                 asked = {"name": self._place.user, "password": password}
-                found = client.post(client.get_url("/auth/authenticate"), json=asked)
-                self._tokens[member] = found["token"]
+                granted = client.post(client.get_url("/auth/authenticate"), json=asked)
+                self._tokens[member] = granted["token"]
             headers["Authorization"] = self._tokens[member]
         answer: Mapping[str, Any] = client.post(
             client.get_url(f"/{what}"), data=json.dumps(data), headers=headers
@@ -420,5 +420,5 @@ def _text(value: bytes) -> str:
 
 
 def _value(answer: Mapping[str, Any]) -> bytes | None:
-    found = answer.get("kvs") or ()
-    return base64.b64decode(found[0].get("value", "")) if found else None
+    entries = answer.get("kvs") or ()
+    return base64.b64decode(entries[0].get("value", "")) if entries else None

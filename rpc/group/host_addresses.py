@@ -64,12 +64,12 @@ def host_addresses() -> tuple[HostAddress, ...]:
     """
     try:
         interfaces = dict(_interfaces())
-        found = list(_addresses(interfaces))
+        addresses = list(_addresses(interfaces))
     except OSError:
-        found = [
+        addresses = [
             HostAddress(each, "", is_loopback(each)) for each in resolve_host(socket.gethostname())
         ]
-    return tuple(sorted(found, key=lambda each: (each.is_local, ":" in each.address)))
+    return tuple(sorted(addresses, key=lambda each: (each.is_local, ":" in each.address)))
 
 
 def resolve_host(host: str) -> list[str]:
@@ -79,10 +79,10 @@ def resolve_host(host: str) -> list[str]:
         OSError: the name is not known.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(errno.EINVAL, f"{host!r} is no name of a host: {error}") from error
-    return sorted({str(each[4][0]).partition("%")[0] for each in found})
+    return sorted({str(each[4][0]).partition("%")[0] for each in resolved})
 
 
 def outward_address(addresses: Sequence[HostAddress]) -> str | None:

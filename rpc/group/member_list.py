@@ -157,8 +157,8 @@ class MemberTable:
 
     def lookup(self, who: str | int) -> Record | None:
         """The member with this name or rank, if there is one."""
-        found = self.find(who)
-        return found if isinstance(found, Record) else None
+        entry = self.find(who)
+        return entry if isinstance(entry, Record) else None
 
     def find(self, who: str | int) -> Record | Departure | None:
         """The member with this name or rank, or how its membership ended; None if unknown."""
@@ -168,8 +168,8 @@ class MemberTable:
         value = self._store.get(f"member/{name}")
         if value is None:
             return None
-        found = Departure.decode(value) if _is_over(value) else Record.decode(value)
-        return found if isinstance(who, str) or found.rank == who else None
+        entry = Departure.decode(value) if _is_over(value) else Record.decode(value)
+        return entry if isinstance(who, str) or entry.rank == who else None
 
     def listing(self) -> Listing:
         """Reads what the store says of everybody, in the order in which names first joined."""
@@ -226,9 +226,9 @@ class MemberTable:
         slots: list[str | None] = []
         while True:
             numbers = range(len(slots) + 1, len(slots) + 1 + _CHUNK)
-            found = self._store.get_all([f"names/{number}" for number in numbers])
-            slots += [None if name is None else name.decode() for name in found]
-            if not any(found):
+            stored = self._store.get_all([f"names/{number}" for number in numbers])
+            slots += [None if name is None else name.decode() for name in stored]
+            if not any(stored):
                 return slots
 
     def _name_of(self, rank: int) -> str | None:
@@ -241,10 +241,10 @@ class MemberTable:
         life = (member.name, member.rank, member.incarnation)
         departure = Departure(*life, end, author, time.time(), reason, member.digest()).encode()
         key, claim = f"member/{member.name}", f"id/{member.rank}"
-        found = self._store.compare_and_set(key, record, departure)
-        if found is None:  # a stranger wrote there, or deleted it
-            found = self._store.compare_and_set(key, None, departure)
-        if found != departure:
+        stored = self._store.compare_and_set(key, record, departure)
+        if stored is None:  # a stranger wrote there, or deleted it
+            stored = self._store.compare_and_set(key, None, departure)
+        if stored != departure:
             return False
         self._store.compare_and_set(claim, _claim(member), _NOBODY + _claim(member))
         self._changed()
@@ -280,16 +280,16 @@ class MemberTable:
 
     def _claim_name(self, me: Record) -> None:
         record, key = me.encode(), f"member/{me.name}"
-        found = self._store.compare_and_set(key, None, record)
-        while found != record:
-            if found is not None:
+        stored = self._store.compare_and_set(key, None, record)
+        while stored != record:
+            if stored is not None:
                 try:
-                    _check_name(found, me)
+                    _check_name(stored, me)
                 except BringUpError:
                     mine = _claim(me, _JOINING)
                     self._store.compare_and_set(f"id/{me.rank}", mine, _NOBODY + mine)
                     raise
-            found = self._store.compare_and_set(key, found, record)
+            stored = self._store.compare_and_set(key, stored, record)
         self._list_name(me.name)
 
     def _list_name(self, name: str) -> None:
@@ -298,19 +298,19 @@ class MemberTable:
         number = slots.index(None)
         while name not in slots:
             number += 1
-            found = self._store.compare_and_set(f"names/{number}", None, name.encode())
-            slots = [None if found is None else found.decode()]
+            stored = self._store.compare_and_set(f"names/{number}", None, name.encode())
+            slots = [None if stored is None else stored.decode()]
 
 
-def _check_name(found: bytes, me: Record) -> None:
+def _check_name(stored: bytes, me: Record) -> None:
     """Raises if the name is that of another rank, or of a later life."""
-    if not _is_over(found):
-        other = Record.decode(found)
+    if not _is_over(stored):
+        other = Record.decode(stored)
         if other.rank != me.rank or other.incarnation > me.incarnation:
             raise BringUpError(
                 f"RPC worker name {me.name} is not unique: it is claimed by {other} and {me}"
             )
-    elif Departure.decode(found).incarnation > me.incarnation:
+    elif Departure.decode(stored).incarnation > me.incarnation:
         raise BringUpError(
             f"RPC worker name {me.name} is not unique: another {me.name} joined later than "
             f"{me}, and is gone already"
@@ -421,10 +421,10 @@ class MemberList:
         Args:
             member: as :meth:`find` returned it, when it was a member.
         """
-        found = self._table.find(member.info.name)
-        if not isinstance(found, Departure) or found.incarnation != member.incarnation:
+        entry = self._table.find(member.info.name)
+        if not isinstance(entry, Departure) or entry.incarnation != member.incarnation:
             return False
-        return found.end is End.LOST
+        return entry.end is End.LOST
 
     def wait_for_change(self, timeout: float) -> bool:
         """Waits until workers came or went since this object was made, or last said so.

@@ -186,8 +186,8 @@ class Membership:
             return None
         if isinstance(who, str):
             return self._departed.get(who)
-        found = [each for each in list(self._departed.values()) if each.rank == who]
-        return max(found, key=lambda each: each.incarnation, default=None)
+        departures = [each for each in list(self._departed.values()) if each.rank == who]
+        return max(departures, key=lambda each: each.incarnation, default=None)
 
     def wait_for(self, who: str | int, timeout: float, for_return: bool = False) -> None:
         """Returns when ``who`` is a member, or after ``timeout`` seconds (0: no limit).

@@ -117,17 +117,17 @@ def open_store(
         place = _place(init_method, parts, query)
         _check_rank(place.rank, size)
         limits = _Limits(until, timeout)
-        found = _meet_over_tcp(init_method, place, limits, bind_address, group_key), place.rank
+        met = _meet_over_tcp(init_method, place, limits, bind_address, group_key), place.rank
     elif parts.scheme == etcd_store.SCHEME:
-        found = _meet_in_etcd(init_method, query, until, timeout)
+        met = _meet_in_etcd(init_method, query, until, timeout)
     else:
         if query.get("rank"):
             _check_rank(int(query["rank"]), size)
-        found = _meet_as_torch_does(init_method, parts, query, timeout)
+        met = _meet_as_torch_does(init_method, parts, query, timeout)
         if parts.scheme == "file" and group_key:
             _check_file(init_method, parts.path)
-    _check_rank(found[1], size)
-    return Meeting(*found, size if size > 0 else None)
+    _check_rank(met[1], size)
+    return Meeting(*met, size if size > 0 else None)
 
 
 def opened_for_good(store: Store) -> None:
@@ -366,10 +366,10 @@ def _meet_beside(
     silence = time.monotonic() + SECONDS_OF_SILENCE
     problem = "nobody said there, with this group_key, where the group's own store is"
     while time.monotonic() < limits.until:
-        found = notice.get(_BESIDE)
-        if found is not None:
+        address = notice.get(_BESIDE)
+        if address is not None:
             try:
-                return _follow(found.decode(), place, limits, group_key)
+                return _follow(address.decode(), place, limits, group_key)
             except OSError as error:  # of a former life, or put back
                 problem = f"the group's own store, named there, does not answer: {error}"
         if time.monotonic() > silence:

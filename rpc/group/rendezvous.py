@@ -94,10 +94,10 @@ class _Meeting:
         verdict = self._await_verdict(meeting)
         if verdict is None:
             verdict = meeting.conclude(self._describe_missing(meeting))
-        found = _records(verdict)
-        if found[me.rank] != me:
+        records = _records(verdict)
+        if records[me.rank] != me:
             raise BringUpError("the group's store holds the records of another group's workers")
-        return found
+        return records
 
     def _await_verdict(self, meeting: Round) -> bytes | None:
         """Returns the verdict, or None at the deadline."""
@@ -204,8 +204,8 @@ class Round:
         """Writes the verdict if all records come in time."""
         if not self._store.wait([f"record/{rank}" for rank in range(size)], seconds):
             return
-        found = self.records(range(size))
-        records = [record for record in found if record is not None]
+        answers = self.records(range(size))
+        records = [record for record in answers if record is not None]
         if len(records) == size:
             encoded = _BETWEEN_RECORDS.join(record.encode() for record in records)
             self.conclude(_COMPLETE + encoded)
@@ -259,15 +259,15 @@ class Round:
 
     def records(self, ranks: Iterable[int]) -> list[Record | None]:
         """The records of ``ranks``, None for each that is not there."""
-        found = self._store.get_all([f"record/{rank}" for rank in ranks])
-        return [None if each is None else Record.decode(each) for each in found]
+        stored = self._store.get_all([f"record/{rank}" for rank in ranks])
+        return [None if each is None else Record.decode(each) for each in stored]
 
     def missing(self, size: int) -> Iterator[int]:
         """The ranks that did not come."""
         for start in range(0, size, _CHUNK):
             ranks = range(start, min(start + _CHUNK, size))
-            found = self.records(ranks)
-            yield from (rank for rank, record in zip(ranks, found, strict=True) if record is None)
+            records = self.records(ranks)
+            yield from (rank for rank, record in zip(ranks, records, strict=True) if record is None)
 
     def heard(self, rank: int) -> None:
         """Says that a rank knows what became of the round."""
@@ -284,17 +284,17 @@ def _enter(store: SignedStore, me: Record) -> Round:
     number, last = 1, None
     while True:
         claim = b"%d %s" % (number, me.encode())
-        found = store.compare_and_set(f"round/{me.rank}", last, claim) or claim
-        if found == claim:
+        stored = store.compare_and_set(f"round/{me.rank}", last, claim) or claim
+        if stored == claim:
             meeting = Round(store, number)
             if meeting.verdict() is None:
                 return meeting
             meeting.raise_problems(me.rank)
         else:
-            latest, _, other = found.partition(b" ")
+            latest, _, other = stored.partition(b" ")
             number = int(latest)
             Round(store, number).refuse_beside(Record.decode(other), me)
-        number, last = number + 1, found
+        number, last = number + 1, stored
 
 
 def _problem(told: str) -> bytes:

@@ -118,7 +118,7 @@ class _Memory:
         with self._lock:
             return self._newest.get(name, _NOTHING)
 
-    def take(self, name: str, found: _Seen) -> _Seen:
+    def take(self, name: str, seen: _Seen) -> _Seen:
         """Returns the newest value, which is now the one that was found if that is newer.
 
         Raises:
@@ -126,11 +126,11 @@ class _Memory:
         """
         with self._lock:
             known = self._newest.get(name, _NOTHING)
-            if found.version > known.version:
-                self._newest[name] = known = found
-        if found.version == known.version and found.raw != known.raw:
+            if seen.version > known.version:
+                self._newest[name] = known = seen
+        if seen.version == known.version and seen.raw != known.raw:
             raise BringUpError(
-                f"the group's store holds another value of version {found.version} under {name!r} "
+                f"the group's store holds another value of version {seen.version} under {name!r} "
                 "than before, and nobody can know which of the two counts: it lost what it had, "
                 "or somebody put it back while it was replaced. Start the job again"
             )
@@ -215,12 +215,12 @@ class SignedStore:
                 return known.value
         lies, tries = known.raw, 0
         while known.value == expected:
-            found = self._exchange(key, lies, known.version + 1, value)
-            if found is None:
+            stored = self._exchange(key, lies, known.version + 1, value)
+            if stored is None:
                 return value
-            newest = self._judge(key, found)
+            newest = self._judge(key, stored)
             tries = _count_try(key, tries, newest.version > known.version)
-            lies, known = found, newest
+            lies, known = stored, newest
         self._put_back(key, lies, known)
         return known.value
 
@@ -233,10 +233,10 @@ class SignedStore:
             count = _count_in(before) + amount
             # The random part tells our own change from an equal one of somebody else.
             wanted = b"%d %s" % (count, os.urandom(8).hex().encode())
-            found = self.compare_and_set(key, before, wanted)
-            if found == wanted:
+            stored = self.compare_and_set(key, before, wanted)
+            if stored == wanted:
                 return count
-            before = found
+            before = stored
 
     def counts(self, keys: Sequence[str]) -> list[int]:
         """Reads several counters."""
@@ -268,40 +268,40 @@ class SignedStore:
     def _put_over(self, key: str, value: bytes | None) -> None:
         known, tries = self._memory.newest(self._name(key)), 0
         lies = known.raw
-        while (found := self._exchange(key, lies, known.version + 1, value)) is not None:
-            newest = self._judge(key, found)
+        while (stored := self._exchange(key, lies, known.version + 1, value)) is not None:
+            newest = self._judge(key, stored)
             tries = _count_try(key, tries, newest.version > known.version)
-            lies, known = found, newest
+            lies, known = stored, newest
 
     def _exchange(self, key: str, lies: bytes, version: int, value: bytes | None) -> bytes | None:
         """Puts a value in the place of what lies there; returns what does if that is another."""
         wanted = self._signed(key, version, value)
-        found = self._ask(key, lies, wanted.raw)
-        if found == wanted.raw:
+        stored = self._ask(key, lies, wanted.raw)
+        if stored == wanted.raw:
             self._memory.take(self._name(key), wanted)
             return None
-        return found
+        return stored
 
     def _ask(self, key: str, expected: bytes, wanted: bytes) -> bytes:
         """One compare-and-set; returns what lies there then, which may be nothing."""
         with names_store_loss():
-            found = bytes(self._store.compare_set(self._name(key), expected, wanted))
-        return b"" if found == expected != wanted else found  # what stores say of an absent key
+            stored = bytes(self._store.compare_set(self._name(key), expected, wanted))
+        return b"" if stored == expected != wanted else stored  # what stores say of an absent key
 
     def _read_all(self, keys: Sequence[str]) -> list[_Seen]:
         nothing = self._own_nothing  # nobody's value, so that nothing is changed
         with names_store_loss():
             if isinstance(self._store, OwnStore):
                 changes = [(self._name(key), nothing, nothing) for key in keys]
-                found = self._store.compare_set_all(changes)
+                stored = self._store.compare_set_all(changes)
             else:
                 ask = self._store.compare_set
-                found = [bytes(ask(self._name(key), nothing, nothing)) for key in keys]
-        return [self._learn(key, lies) for key, lies in zip(keys, found, strict=True)]
+                stored = [bytes(ask(self._name(key), nothing, nothing)) for key in keys]
+        return [self._learn(key, lies) for key, lies in zip(keys, stored, strict=True)]
 
-    def _learn(self, key: str, found: bytes) -> _Seen:
+    def _learn(self, key: str, stored: bytes) -> _Seen:
         """The newest value under a key in which something was found; that lies there then."""
-        lies = b"" if found == self._own_nothing else found
+        lies = b"" if stored == self._own_nothing else stored
         known = self._judge(key, lies)
         self._put_back(key, lies, known)
         return known
@@ -310,8 +310,8 @@ class SignedStore:
         """The newest value under a key in which something lies."""
         name = self._name(key)
         known = self._memory.newest(name)
-        found = None if lies == known.raw else self._opened(key, lies)
-        return known if found is None else self._memory.take(name, found)
+        seen = None if lies == known.raw else self._opened(key, lies)
+        return known if seen is None else self._memory.take(name, seen)
 
     def _put_back(self, key: str, lies: bytes, known: _Seen) -> None:
         """Writes the newest value again where another lies, unless that changed meanwhile."""

@@ -43,8 +43,8 @@ def proof(key: bytes, role: bytes, said: bytes) -> bytes:
     """
     from _hashlib import hmac_digest
 
-    found: bytes = hmac_digest(key, role + said, "sha256")
-    return found
+    digest: bytes = hmac_digest(key, role + said, "sha256")
+    return digest
 
 
 class Gate:
@@ -84,11 +84,11 @@ class Gate:
         if len(self._said) < hello + PROOF_BYTES:
             return reply
         heard = self._said[:hello] + self._nonce
-        found = self._said[hello : hello + PROOF_BYTES]
-        if not _compare_digest(found, proof(self._key, b"client", heard)):
+        digest = self._said[hello : hello + PROOF_BYTES]
+        if not _compare_digest(digest, proof(self._key, b"client", heard)):
             raise NotProvenError
         self.is_open, self.left = True, self._said[hello + PROOF_BYTES :]
-        heard += found + self._run
+        heard += digest + self._run
         return reply + self._run + proof(self._key, b"server", heard)
 
 
@@ -121,7 +121,7 @@ class Knock:
         Raises:
             NotProvenError: the server does not have the key.
         """
-        run, found = told[:RUN_BYTES], told[RUN_BYTES:]
-        if not _compare_digest(found, proof(self._key, b"server", self._said + run)):
+        run, digest = told[:RUN_BYTES], told[RUN_BYTES:]
+        if not _compare_digest(digest, proof(self._key, b"server", self._said + run)):
             raise NotProvenError
         return run

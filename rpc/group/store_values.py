@@ -252,10 +252,10 @@ class Store:
         count: int = _LENGTH.unpack((yield 8))[0]
         if count > MOST_KEYS:
             raise RefusedError
-        found = []
+        strings = []
         for _ in range(count):
-            found.append((yield from self._bytes(client)))
-        return found
+            strings.append((yield from self._bytes(client)))
+        return strings
 
     # --- Requests
 
@@ -267,17 +267,17 @@ class Store:
         key = yield from self._bytes(client)
         expected = yield from self._bytes(client)
         desired = yield from self._bytes(client)
-        found = self._values.get(key, b"")
-        if found == expected and found != desired:
+        stored = self._values.get(key, b"")
+        if stored == expected and stored != desired:
             self._put(key, desired)
-            found = desired
+            stored = desired
         elif key not in self._values:
-            found = expected  # as torch's servers say of a key that is not there
-        self._reply(client, _LENGTH.pack(len(found)), found)
+            stored = expected  # as torch's servers say of a key that is not there
+        self._reply(client, _LENGTH.pack(len(stored)), stored)
 
     def _get(self, client: Client) -> "Reading":
-        found = self._values.get((yield from self._bytes(client)), b"")
-        self._reply(client, _LENGTH.pack(len(found)), found)
+        stored = self._values.get((yield from self._bytes(client)), b"")
+        self._reply(client, _LENGTH.pack(len(stored)), stored)
 
     def _add(self, client: Client) -> "Reading":
         key = yield from self._bytes(client)
@@ -314,8 +314,8 @@ class Store:
 
     def _multi_get(self, client: Client) -> "Reading":
         for key in (yield from self._several(client)):
-            found = self._values.get(key, b"")
-            self._reply(client, _LENGTH.pack(len(found)), found)
+            stored = self._values.get(key, b"")
+            self._reply(client, _LENGTH.pack(len(stored)), stored)
 
     def _multi_set(self, client: Client) -> "Reading":
         count: int = _LENGTH.unpack((yield 8))[0]

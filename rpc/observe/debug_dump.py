@@ -68,11 +68,11 @@ def describe(agent: DumpedWorker) -> str:
     lines = [f"=== {agent.info}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ==="]
     for title, tell in sections:
         try:
-            found = tell(agent)
+            facts = tell(agent)
         except Exception as error:  # a dump of something broken should say what it can
-            found = [f"cannot tell: {error!r}"]
-        lines.append(f"{title}: {len(found) or 'none'}")
-        lines += (f"    {line}" for line in found)
+            facts = [f"cannot tell: {error!r}"]
+        lines.append(f"{title}: {len(facts) or 'none'}")
+        lines += (f"    {line}" for line in facts)
     return "\n".join([*lines, *_threads(agent)]) + "\n"
 
 

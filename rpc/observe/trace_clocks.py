@@ -61,7 +61,7 @@ def samples_of(workers: Iterable[WorkerTrace]) -> list[ClockSample]:
     """The samples in the records of traced calls; workers in one process share its clock."""
     traces = list(workers)
     handlers = {h.span: (trace.worker, h) for trace in traces for h in trace.handlers}
-    found = [
+    samples = [
         ClockSample(one.worker, other.worker, 0.0, 0.0, 0.0, 0.0)
         for one, other in combinations(traces, 2)
         if one.process == other.process
@@ -73,8 +73,8 @@ def samples_of(workers: Iterable[WorkerTrace]) -> list[ClockSample]:
                 continue
             if call.sent and handler.arrived and handler.left and not handler.failed:
                 times = (call.sent, handler.arrived, handler.left, call.replied)
-                found.append(ClockSample(trace.worker, there, *times))
-    return found
+                samples.append(ClockSample(trace.worker, there, *times))
+    return samples
 
 
 def estimate(root: int, samples: Iterable[ClockSample]) -> dict[int, Offset]:

@@ -117,7 +117,7 @@ def _of_all_threads() -> torch._C._profiler._ExperimentalConfig:
 
 
 def _activities() -> list[ProfilerActivity]:
-    found = [ProfilerActivity.CPU]
+    activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
-        found.append(ProfilerActivity.CUDA)
-    return found
+        activities.append(ProfilerActivity.CUDA)
+    return activities

@@ -142,14 +142,14 @@ def to_json(trace: WorkerTrace) -> bytes:
 
 def from_json(data: bytes) -> WorkerTrace:
     """Unpacks what :func:`to_json` packed."""
-    found = json.loads(data)
-    lists = {name: _records(kind, found[name]) for name, kind in _LISTS.items()}
+    fields = json.loads(data)
+    lists = {name: _records(kind, fields[name]) for name, kind in _LISTS.items()}
     for call in lists["calls"]:
         call.kind = CallKind(call.kind)
-    threads = {int(thread): name for thread, name in found["threads"].items()}
+    threads = {int(thread): name for thread, name in fields["threads"].items()}
     return WorkerTrace(
-        found["worker"], found["name"], found["process"],
-        lists["calls"], lists["handlers"], lists["operators"], threads, found["dropped"],
+        fields["worker"], fields["name"], fields["process"],
+        lists["calls"], lists["handlers"], lists["operators"], threads, fields["dropped"],
     )  # fmt: skip
 
 

@@ -145,16 +145,16 @@ class _Painter:
 
     def slices(self) -> dict[int, list[Slice]]:
         """The slices to draw for each worker."""
-        found: dict[int, list[Slice]] = {trace.worker: [] for trace in self._workers}
+        by_worker: dict[int, list[Slice]] = {trace.worker: [] for trace in self._workers}
         for trace in self._workers:
-            mine = found[trace.worker]
+            mine = by_worker[trace.worker]
             mine += (self._call(trace, call) for call in trace.calls)
             for handler in trace.handlers:
                 mine += self._handler(trace, handler)
             for operator in trace.operators:
                 run = self._runs.around(trace, operator)
-                found[run.trace.worker].append(_operator(run, operator))
-        return found
+                by_worker[run.trace.worker].append(_operator(run, operator))
+        return by_worker
 
     def _call(self, trace: WorkerTrace, call: CallRecord) -> Slice:
         row = _thread(trace, call.thread)

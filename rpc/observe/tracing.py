@@ -232,20 +232,20 @@ class Tracing:
         with self._lock:
             if trace in self._finished:
                 return None
-            found = self._recordings.get(trace)
-            if found is None:
-                found = TraceRecording(self._me, self._clock, trace, owner, self._spans)
-                self._recordings[trace] = found
-            return found
+            recording = self._recordings.get(trace)
+            if recording is None:
+                recording = TraceRecording(self._me, self._clock, trace, owner, self._spans)
+                self._recordings[trace] = recording
+            return recording
 
     def finish(self, trace: int) -> TraceRecording | None:
         """Ends a trace here; what was recorded, if anything."""
         with self._lock:
             self._finished.append(trace)
-            found = self._recordings.pop(trace, None)
-        if found is not None:
-            found.stop()
-        return found
+            recording = self._recordings.pop(trace, None)
+        if recording is not None:
+            recording.stop()
+        return recording
 
     def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
         """Notes that the arguments are encoded."""
@@ -367,10 +367,10 @@ class Trace:
             mine = self._extension.finish(self._number)
         finally:  # the others are to end, whatever happened here
             theirs = self._ask("collect")
-        found = [mine.records] if mine is not None else []
-        found += [from_json(answer) for answer in theirs.values() if answer]
-        self.workers = tuple(found)
-        samples = [*samples_of(found), *self._samples]
+        records = [mine.records] if mine is not None else []
+        records += [from_json(answer) for answer in theirs.values() if answer]
+        self.workers = tuple(records)
+        samples = [*samples_of(records), *self._samples]
         self.offsets = estimate(self._worker.info.id, samples)
 
     def _ask(self, what: str) -> dict[int, bytes]:

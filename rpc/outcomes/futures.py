@@ -486,18 +486,18 @@ class _Link(ABC):
         """Follows this link, but not those that it leads to, which are returned."""
         here = _followed
         before = here.found
-        found: list[tuple[_Link, object]] = []
+        links: list[tuple[_Link, object]] = []
         try:
-            here.found = None if here.turns < _MOST_TURNS else found
+            here.found = None if here.turns < _MOST_TURNS else links
             complete = self._outcome(done)
-            here.found = found
+            here.found = links
             if complete is not None:
                 complete()
         except Exception:
             _logger.exception("a callback of a future, or the completion of its own, failed")
         finally:
             here.found = before
-        return found
+        return links
 
     @abstractmethod
     def _outcome(self, done: object) -> Completion | None:

@@ -58,8 +58,8 @@ class OwnedValues(Lives):
         Returns:
             Why it is neither; None if it is.
         """
-        found = self._entry_for(reference)
-        return found if isinstance(found, str) else None
+        entry = self._entry_for(reference)
+        return entry if isinstance(entry, str) else None
 
     def _share_owned(self, handle: OwnerHandle, to: Life) -> Passed:
         """Shares a value of this worker; one without an entry was never shared before."""

@@ -209,9 +209,9 @@ class Creations:
         if rref is None:
             raise FrameError("a request can only be made through a borrowed reference")
         with self._lock:
-            found = self._ledger.values.get(rref)
-            if found is not None:
-                return found
+            slot = self._ledger.values.get(rref)
+            if slot is not None:
+                return slot
             stale = self._table.look_up(_passed(target).reference)
             if stale is None:
                 return self._ledger.place(rref)

@@ -34,8 +34,8 @@ class ReferenceReport:
     def leaks(self) -> list[str]:
         """The values that other workers still use."""
         with self._lock:
-            found = self._table.leaks()
-        return [f"{leak.rref}, used by {', '.join(map(str, leak.users))}" for leak in found]
+            leaks = self._table.leaks()
+        return [f"{leak.rref}, used by {', '.join(map(str, leak.users))}" for leak in leaks]
 
     def inventory(self) -> tuple[list[str], list[str]]:
         """This worker's shared values with their holders, and its handles to others' values."""

@@ -473,9 +473,9 @@ class _Unpickler(pickle.Unpickler):
                 return self.find_class
         loaded = sys.modules.get(module)
         if loaded is not None:
-            found = getattr(loaded, name, None)
-            if found is not None:
-                return found
+            attribute = getattr(loaded, name, None)
+            if attribute is not None:
+                return attribute
         if module == "__mp_main__" and loaded is None:
             # The sender was spawned by multiprocessing; here the same script runs directly.
             return self.find_class("__main__", name)

@@ -247,7 +247,7 @@ def _pack_extensions(extensions: Extensions) -> bytes:
 
 
 def _unpack_extensions(data: bytes, start: int, count: int) -> tuple[Extensions, int]:
-    found: list[tuple[str, bytes]] = []
+    extensions: list[tuple[str, bytes]] = []
     try:
         for _ in range(count):
             n_name, n_data = _EXTENSION.unpack_from(data, start)
@@ -255,9 +255,9 @@ def _unpack_extensions(data: bytes, start: int, count: int) -> tuple[Extensions,
             end = start + n_name
             name = data[start:end].decode()
             start = end + n_data
-            found.append((name, data[end:start]))
+            extensions.append((name, data[end:start]))
     except struct.error:
         raise FrameError("an extension runs past the end of its header") from None
     except UnicodeDecodeError:
         raise FrameError("an extension's name is not UTF-8") from None
-    return tuple(found), start
+    return tuple(extensions), start

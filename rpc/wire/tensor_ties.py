@@ -50,14 +50,14 @@ def find(tensors: Sequence[torch.Tensor], dtypes: Container[torch.dtype]) -> lis
         tensors: of a message, in order.
         dtypes: of tensors that can be placed in memory.
     """
-    found: list[Memory] = []
+    memories: list[Memory] = []
     for numbers in _of_one_storage(tensors):
         windows = _windows(tensors, numbers)
         if _overlap(windows):
             placed = [each for each in windows if _can_be_placed(tensors[each[2]], dtypes)]
             for piece in _pieces(placed):
-                found += _shared(tensors, piece)
-    return found
+                memories += _shared(tensors, piece)
+    return memories
 
 
 def _of_one_storage(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -70,10 +70,10 @@ def _of_one_storage(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         storages = list(map(_storage_of, tensors))
     if len(set(storages)) == len(tensors):
         return []
-    found: dict[int, list[int]] = {}
+    by_storage: dict[int, list[int]] = {}
     for number, storage in enumerate(storages):
-        found.setdefault(storage, []).append(number)
-    return [numbers for storage, numbers in found.items() if storage and len(numbers) > 1]
+        by_storage.setdefault(storage, []).append(number)
+    return [numbers for storage, numbers in by_storage.items() if storage and len(numbers) > 1]
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
@@ -86,7 +86,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 def _windows(tensors: Sequence[torch.Tensor], numbers: list[int]) -> list[Window]:
     """Sorted; not of those that have no elements, or none that are in memory."""
     held = tensors[numbers[0]].untyped_storage().nbytes()
-    found: list[Window] = []
+    windows: list[Window] = []
     for number in numbers:
         tensor = tensors[number]
         itemsize = tensor.itemsize
@@ -98,9 +98,9 @@ def _windows(tensors: Sequence[torch.Tensor], numbers: list[int]) -> list[Window
         else:
             continue
         if start < end <= held:
-            found.append((start, end, number))
-    found.sort()
-    return found
+            windows.append((start, end, number))
+    windows.sort()
+    return windows
 
 
 def _overlap(windows: list[Window]) -> bool:

@@ -21,23 +21,23 @@ _BOUND_TO_TORCHS_AGENT: Final = ("RRef", "RemoteModule")
 
 def import_remedy(value: object) -> str:
     """Says what to import instead of ``value``, as the end of an error; empty unless torch's."""
-    found = _find(type(value))
-    if found is None:
+    kind = _find(type(value))
+    if kind is None:
         return ""
-    name, theirs, ours = found
+    name, theirs, ours = kind
     return f"; this is {theirs}'s {name}, so import {name} from {ours} instead"
 
 
 def is_torchs(value: object, name: str) -> bool:
     """True if ``value`` is of torch's class ``name``, or of one derived from it."""
-    found = _find(type(value))
-    return found is not None and found[0] == name
+    kind = _find(type(value))
+    return kind is not None and kind[0] == name
 
 
 def works_in_torchs_calls_only(kind: type) -> bool:
     """True if objects of a class mean nothing to the workers of a group of ours."""
-    found = _find(kind)
-    return found is not None and found[0] in _BOUND_TO_TORCHS_AGENT
+    entry = _find(kind)
+    return entry is not None and entry[0] in _BOUND_TO_TORCHS_AGENT
 
 
 def _find(kind: type) -> tuple[str, str, str] | None:

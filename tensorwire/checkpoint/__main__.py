@@ -21,8 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     verify.add_argument("folder", nargs="+", help="a checkpoint, or a folder of checkpoints")
     folders = parser.parse_args(arguments).folder
-    found = [path for folder in folders for path in _checkpoints(Path(folder))]
-    damaged = [path for path in found if not _verify(path)]
+    paths = [path for folder in folders for path in _checkpoints(Path(folder))]
+    damaged = [path for path in paths if not _verify(path)]
     return 1 if damaged else 0
 
 

@@ -39,10 +39,10 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error}") from None
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise DamagedCheckpointError(f"{path} is no regular file")
-        yield descriptor, found.st_size
+        yield descriptor, status.st_size
     finally:
         os.close(descriptor)
 
@@ -92,11 +92,11 @@ def depth(data: bytes) -> int:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    document = dict(pairs)
+    if len(document) != len(pairs):
         twins = sorted({name for name, _ in pairs if sum(name == n for n, _ in pairs) > 1})
         raise ValueError(f"{', '.join(map(repr, twins))[:200]} stands there twice")
-    return found
+    return document
 
 
 def _no_number(text: str) -> Any:

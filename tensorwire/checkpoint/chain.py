@@ -140,10 +140,10 @@ class Version:
         expected, path = self.files[name], self.folder / name
         require_size(path, expected.bytes)
         with bounded.opened(path) as (descriptor, size):
-            found = _checksum(descriptor, size, expected.checksum.partition(":")[0])
-        if found != expected.checksum:
+            checksum = _checksum(descriptor, size, expected.checksum.partition(":")[0])
+        if checksum != expected.checksum:
             raise DamagedCheckpointError(
-                f"{path} is damaged: its checksum is {found}, not {expected.checksum}"
+                f"{path} is damaged: its checksum is {checksum}, not {expected.checksum}"
             )
         return path
 
@@ -309,30 +309,30 @@ class Chain:
     def _before(self, version: Version) -> Version:
         """The version to which a delta is to be applied."""
         assert version.previous is not None
-        found = self._by_number.get(version.previous)
-        if found is None:
+        previous = self._by_number.get(version.previous)
+        if previous is None:
             damage = self._errors.get(version.previous)
             raise DamagedCheckpointError(
                 f"{version.folder} changes version {version.previous}, which "
                 + (f"is damaged: {damage}" if damage else f"{self.folder} does not have")
             )
-        if found.chain != version.chain:
-            raise MismatchError(f"{found.folder} and {version.folder} are of different chains")
-        if not version.follows(found) or found.base != version.base:
+        if previous.chain != version.chain:
+            raise MismatchError(f"{previous.folder} and {version.folder} are of different chains")
+        if not version.follows(previous) or previous.base != version.base:
             raise DamagedCheckpointError(
-                f"{found.folder} is not the version that {version.folder} changes: it has been "
+                f"{previous.folder} is not the version that {version.folder} changes: it has been "
                 "put in its place"
             )
-        return found
+        return previous
 
 
 def _stamp(path: Path) -> _Stamp:
     """Tells a file from another one that was put in its place."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def version_folders(folder: Path) -> list[tuple[int, Path]]:
@@ -348,8 +348,8 @@ def version_folders(folder: Path) -> list[tuple[int, Path]]:
         raise NoCheckpointError(f"there is no folder {str(folder)!r}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{str(folder)!r} cannot be read: {error}") from None
-    found = [(parsed_folder_name(name), folder / name) for name in names]
-    return sorted((number, path) for number, path in found if number is not None)
+    numbered = [(parsed_folder_name(name), folder / name) for name in names]
+    return sorted((number, path) for number, path in numbered if number is not None)
 
 
 def parsed_folder_name(name: str) -> int | None:
@@ -405,7 +405,7 @@ def parsed(text: bytes, folder: Path) -> Version:
     before = document.get("previous_checksum")
     if previous is not None:
         typed(before, str, "previous_checksum", where)
-    found = Version(
+    version = Version(
         number("number"),
         Kind(kind),
         number("step"),
@@ -419,8 +419,8 @@ def parsed(text: bytes, folder: Path) -> Version:
         before,
         checksum_of(memoryview(text), document["checksum"].partition(":")[0]),  # as its seal is
     )
-    _require_order(found, where)
-    return found
+    _require_order(version, where)
+    return version
 
 
 def _require_order(version: Version, where: str) -> None:
@@ -434,14 +434,14 @@ def _require_order(version: Version, where: str) -> None:
 
 
 def _files(document: dict[str, Any], where: str) -> Mapping[str, VersionFile]:
-    found = {}
+    files = {}
     for name, each in document.items():
         require_file_name(name, where)
         entry = typed(each, dict, f"file {name!r}", where)
         size = count(entry.get("bytes"), f"size of {name!r}", where)
         checksum = typed(entry.get("checksum"), str, f"checksum of {name!r}", where)
-        found[name] = VersionFile(size, checksum)
-    return MappingProxyType(found)
+        files[name] = VersionFile(size, checksum)
+    return MappingProxyType(files)
 
 
 def require_file_name(name: str, where: str) -> None:

@@ -212,8 +212,8 @@ class Draft:
             FileExistsError: another checkpoint has been put at the path meanwhile.
             UnsavableValueError: ``meta`` is not plain JSON data.
         """
-        found = {name: self._part(name) for name in parts}
-        whole = Manifest(_next_sequence(self.path.parent), meta or {}, found)
+        entries = {name: self._part(name) for name in parts}
+        whole = Manifest(_next_sequence(self.path.parent), meta or {}, entries)
         _write_durably(self.folder / MANIFEST, manifests.dump(whole))
         for merged in self.folder.glob("*.part.json"):
             merged.unlink()
@@ -316,8 +316,8 @@ class Checkpoint:
                 pass
             for shard, size in content.shards.items():
                 expected = {n for n, each in content.tensors.items() if each.shard == shard}
-                with reading(self.path / shard, size) as found:
-                    if set(found.keys()) != expected:
+                with reading(self.path / shard, size) as opened:
+                    if set(opened.keys()) != expected:
                         raise DamagedCheckpointError(
                             f"{self.path / shard} holds other tensors than the manifest says"
                         )
@@ -441,16 +441,16 @@ def _passed_over(path: Path, error: CheckpointError) -> None:
 def _listed(folder: str | Path) -> list[Checkpoint]:
     """Lists checkpoints that are complete by their manifest and the sizes of their shards."""
     require_safetensors()
-    found = []
+    checkpoints = []
     for path in _folders(Path(folder)):
         if DRAFT not in path.name and os.path.lexists(path / MANIFEST):
             try:
-                found.append(Checkpoint.open(path))
+                checkpoints.append(Checkpoint.open(path))
             except NoCheckpointError:  # removed a moment ago
                 continue
             except CheckpointError as error:
                 _passed_over(path, error)
-    return sorted(found, key=lambda each: (each.manifest.sequence, each.path.name))
+    return sorted(checkpoints, key=lambda each: (each.manifest.sequence, each.path.name))
 
 
 def _folders(folder: Path) -> list[Path]:

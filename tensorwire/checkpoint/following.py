@@ -242,16 +242,16 @@ class Follower(Generic[T]):
             raise ValueError(f"wait_for(version={version!r}, step={step!r}): give one of them")
 
         def there() -> bool:
-            found = self.held.version
-            number, wanted = (found.step, step) if version is None else (found.number, version)
+            latest = self.held.version
+            number, wanted = (latest.step, step) if version is None else (latest.number, version)
             return self._closing.is_set() or (wanted is not None and number >= wanted)
 
         with self._changed:
             if not self._changed.wait_for(there, timeout):
-                found = self.held.version
+                latest = self.held.version
                 reason = f": {self._error}" if self._error else ""
                 raise TimeoutError(
-                    f"{self._source} has version {found.number} (step {found.step}) after "
+                    f"{self._source} has version {latest.number} (step {latest.step}) after "
                     f"{timeout} seconds{reason}"
                 )
             if self._closing.is_set():
@@ -353,8 +353,8 @@ def begun(
 def _follow(follower: weakref.ref[Follower[T]], closing: threading.Event, interval: float) -> None:
     """Looks for versions until the follower is closed, or nobody has it any more."""
     while not closing.wait(interval):
-        found = follower()
-        if found is None:
+        here = follower()
+        if here is None:
             return
-        found.look()
-        del found
+        here.look()
+        del here

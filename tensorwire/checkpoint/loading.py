@@ -120,8 +120,8 @@ class Loading:
         for call in calls:
             for name, fit in call.wait():
                 fits.setdefault(name, []).append(fit)
-        for name, found in fits.items():
-            self._judge(name, found)
+        for name, judged in fits.items():
+            self._judge(name, judged)
 
     def _judge(self, name: str, fits: list[Fit]) -> None:
         misfits = [each for fit in fits for each in fit.misfits]

@@ -232,7 +232,7 @@ def require_checksum(tensor: torch.Tensor, path: Path, name: str, entry: TensorE
         DamagedCheckpointError: they are not those that were written.
     """
     if not fits(entry.checksum, bytes_of(tensor)):
-        found = checksum_of(bytes_of(tensor), entry.checksum.partition(":")[0])
+        checksum = checksum_of(bytes_of(tensor), entry.checksum.partition(":")[0])
         raise DamagedCheckpointError(
-            f"{path}: tensor {name!r} is damaged: its checksum is {found}, not {entry.checksum}"
+            f"{path}: tensor {name!r} is damaged: its checksum is {checksum}, not {entry.checksum}"
         )

@@ -147,12 +147,12 @@ class _OptimizerSource:
         return fit_of_optimizer(self._local, self._shapes(), values)
 
     def load(self, values: Names) -> None:
-        found = {
+        state = {
             at: values[str(position)]
             for at, position in enumerate(self.positions)
             if str(position) in values and not is_of_another_class(self._local, values)
         }
-        optimizer_state.write_local(self.optimizer, found)
+        optimizer_state.write_local(self.optimizer, state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,14 +250,14 @@ class State:
             DamagedCheckpointError: the version does not say what it should.
             NotSavedError: nothing was published under that name.
         """
-        found = {p: each[name] for p, each in self._value.documents.items() if name in each}
-        if not found:
+        documents = {p: each[name] for p, each in self._value.documents.items() if name in each}
+        if not documents:
             raise NotSavedError(f"{self._folder} has nothing named {name!r}, but {self.names()}")
         spread: dict[str, Any] = {}
-        for part, document in found.items():
+        for part, document in documents.items():
             if part != _HERE:
                 spread |= self._decoded(part, document)
-        return spread or self._decoded(_HERE, found[_HERE])
+        return spread or self._decoded(_HERE, documents[_HERE])
 
     def _decoded(self, part: str, document: Json) -> Any:
         where = f"version {self.version} of {self._folder}"

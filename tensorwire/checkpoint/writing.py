@@ -64,10 +64,10 @@ def read_part(path: str, shares: Shares) -> None:
 def saved_values(saved: Checkpoint, name: str) -> Names:
     """The values of an object that is spread out, by name, in whichever parts they are."""
     places: dict[str, tuple[str, Json]] = {}
-    found = {part: _shares(part, each.meta).get(name) for part, each in saved.parts.items()}
-    if all(each is None for each in found.values()):
+    shared = {part: _shares(part, each.meta).get(name) for part, each in saved.parts.items()}
+    if all(each is None for each in shared.values()):
         raise NotSavedError(f"{saved.path} holds nothing by the name {name!r}")
-    for part, documents in found.items():
+    for part, documents in shared.items():
         if documents is not None and not isinstance(documents, dict):
             raise DamagedCheckpointError(f"{name!r} in {saved.path} has no names")
         for key, document in (documents or {}).items():

@@ -168,23 +168,23 @@ class Redirection:
             if name in self.genuine or _is_below(name, _LEFT_ALONE):
                 continue
             for attribute, value in list(getattr(module, "__dict__", {}).items()):
-                found = replacements.get(id(value))
-                if found is not None and isinstance(module, types.ModuleType):
-                    yield _Change(module, attribute, value, found)
+                replacement = replacements.get(id(value))
+                if replacement is not None and isinstance(module, types.ModuleType):
+                    yield _Change(module, attribute, value, replacement)
 
     def _replacements(self) -> Mapping[int, object]:
         """Maps the id of each of torch's modules, classes and functions to what replaces it."""
-        found: dict[int, object] = {}
+        ours_by_id: dict[int, object] = {}
         for name, ours in self.ours.items():
             genuine = self.genuine[name]
-            found[id(genuine)] = ours
+            ours_by_id[id(genuine)] = ours
             for attribute, value in vars(genuine).items():
                 counterpart = getattr(ours, attribute, value)
                 if counterpart is not value and _is_defined_by_torch(value):
-                    found[id(value)] = counterpart
+                    ours_by_id[id(value)] = counterpart
         for change in self._listed_names():
-            found[id(change.before)] = change.after
-        return found
+            ours_by_id[id(change.before)] = change.after
+        return ours_by_id
 
 
 def _put(

@@ -31,9 +31,9 @@ def trainer_of(state: TrainerState) -> Trainer | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found: Any = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and found.state is state:
-            trainer: Trainer = found
+        caller: Any = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and caller.state is state:
+            trainer: Trainer = caller
             return trainer
         frame = frame.f_back
     return None

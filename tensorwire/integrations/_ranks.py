@@ -107,9 +107,9 @@ def hear(parameters: Sequence[Tensor]) -> None:
     state = torch.tensor([_FINE], device=parameters[0].device)
     dist.broadcast(state, 0)
     if int(state):
-        found: list[Any] = [None]
-        dist.broadcast_object_list(found, 0)
-        raise _from_data(found[0])
+        heard: list[Any] = [None]
+        dist.broadcast_object_list(heard, 0)
+        raise _from_data(heard[0])
     for some in _alike(parameters):
         flat = torch.empty(sum(each.numel() for each in some), dtype=some[0].dtype,
                            device=some[0].device)  # fmt: skip
@@ -121,10 +121,10 @@ def hear(parameters: Sequence[Tensor]) -> None:
 
 def _alike(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """The parameters by dtype, in an order that all ranks have."""
-    found: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for each in parameters:
-        found.setdefault(each.dtype, []).append(each)
-    return list(found.values())
+        by_dtype.setdefault(each.dtype, []).append(each)
+    return list(by_dtype.values())
 
 
 def _as_data(error: BaseException) -> tuple[Any, ...]:

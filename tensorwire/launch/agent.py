@@ -460,7 +460,7 @@ def _wait_for_port(notes: KeyValueStore) -> int:
     """
     deadline = time.monotonic() + _JOIN_SECONDS
     log = WaitLog(time.monotonic(), (1.0, 5.0), 10.0)
-    while (found := notes.get(_MEETING)) is None:
+    while (port := notes.get(_MEETING)) is None:
         now = time.monotonic()
         if now > deadline:
             raise BringUpError(
@@ -469,4 +469,4 @@ def _wait_for_port(notes: KeyValueStore) -> int:
         if log.is_due(now):
             _logger.warning("the first agent has not said yet where the job's store is")
         time.sleep(_SECONDS_BETWEEN_POLLS)
-    return int(found)
+    return int(port)

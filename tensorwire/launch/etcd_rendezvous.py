@@ -103,13 +103,13 @@ class EtcdRendezvous(TensorWireRendezvous):
 
     def _torchs_place(self) -> tuple[str, int]:
         """Hosts a store of torch's at the first agent that asks; nothing of the job lies in it."""
-        found = self._values.get("torchs")
-        if found is None:
+        place = self._values.get("torchs")
+        if place is None:
             mine = address_on_the_way_to(self._host, self._port) or LOOPBACK
             self._torchs = host_store(mine, 0)
             told = f"{mine} {self._torchs.port}".encode()
-            found = self._values.compare_and_set("torchs", None, told) or told
-        host, _, port = found.decode().rpartition(" ")
+            place = self._values.compare_and_set("torchs", None, told) or told
+        host, _, port = place.decode().rpartition(" ")
         return host, int(port)
 
     def _where(self) -> str:

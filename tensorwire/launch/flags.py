@@ -266,12 +266,12 @@ def _check_warm(said: argparse.Namespace, roles: Sequence[Role], forking: Forkin
 
 
 def _known_flags(parser: argparse.ArgumentParser) -> dict[str, bool]:
-    found: dict[str, bool] = {}
+    flags: dict[str, bool] = {}
     for action in parser._actions:
         for option in action.option_strings:
             if option.startswith("--") and action.dest not in ("help", "role", "job", "module"):
-                found[option[2:].replace("-", "_")] = action.nargs != 0
-    return found
+                flags[option[2:].replace("-", "_")] = action.nargs != 0
+    return flags
 
 
 def _roles(said: Sequence[str], of_file: Sequence[Role]) -> tuple[str, tuple[Role, ...]]:

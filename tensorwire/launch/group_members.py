@@ -27,11 +27,11 @@ def note_life(lives: KeyValueStore, name: str, life: int) -> None:
         FormerLifeError: a later one was begun.
     """
     key, mine = f"life/{name}", str(life).encode()
-    found = lives.compare_and_set(key, None, mine)
-    while found != mine:
-        if int(found or b"0") > life:
-            raise FormerLifeError(f"{name} was started for the {int(found or 0)}. time elsewhere")
-        found = lives.compare_and_set(key, found, mine)
+    noted = lives.compare_and_set(key, None, mine)
+    while noted != mine:
+        if int(noted or b"0") > life:
+            raise FormerLifeError(f"{name} was started for the {int(noted or 0)}. time elsewhere")
+        noted = lives.compare_and_set(key, noted, mine)
 
 
 def life_noted(lives: KeyValueStore, name: str) -> int:
@@ -58,10 +58,10 @@ class GroupMembers:
 
     def find(self, names: Iterable[str]) -> list[Member]:
         """Those of the workers that are members now."""
-        found: list[Member] = []
+        members: list[Member] = []
         with contextlib.suppress(RpcError):
-            found += [each for name in names if (each := self._list.find(name)) is not None]
-        return found
+            members += [each for name in names if (each := self._list.find(name)) is not None]
+        return members
 
     def up_to(self, name: str, life: int) -> list[Member]:
         """The member of a name, if it is of that life of its seat or of an earlier one.
@@ -69,9 +69,9 @@ class GroupMembers:
         A life is noted before its process joins. So the member comes first: what is noted
         afterwards tells of its life or of a later one, however long this agent sleeps in between.
         """
-        found = self.find([name])
+        members = self.find([name])
         with contextlib.suppress(RpcError):
-            return found if life_noted(self._lives, name) <= life else []
+            return members if life_noted(self._lives, name) <= life else []
         return []
 
     def strike_off(self, member: Member, reason: str) -> None:

@@ -72,8 +72,8 @@ def read_job_file(path: str, known: Mapping[str, bool]) -> JobFile:
 
 def _load(path: Path) -> Mapping[str, Any]:
     if path.suffix == ".toml":
-        found: Mapping[str, Any] = tomllib.loads(path.read_text())
-        return found
+        loaded: Mapping[str, Any] = tomllib.loads(path.read_text())
+        return loaded
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError("its name must end in .yaml, .yml or .toml")
     try:
@@ -91,10 +91,10 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _mapping(key: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = content.get(key, {})
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{key} must be a mapping, but is {found!r}")
-    return found
+    value = content.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key} must be a mapping, but is {value!r}")
+    return value
 
 
 def _text(key: str, value: object) -> str:
@@ -106,10 +106,10 @@ def _text(key: str, value: object) -> str:
 
 
 def _texts(key: str, content: Mapping[str, Any]) -> list[str]:
-    found = content.get(key, [])
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        raise ValueError(f"{key} must be a list, but is {found!r}")
-    return [_text(key, each) for each in found]
+    value = content.get(key, [])
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{key} must be a list, but is {value!r}")
+    return [_text(key, each) for each in value]
 
 
 def _is_on(key: str, value: str) -> bool:

@@ -158,10 +158,10 @@ class LocalWorkers:
 
     def _own_role(self, name: str) -> Role:
         """A role as this agent's own command line describes it: no plan says what to run."""
-        found = next((role for role in self._roles if role.name == name), None)
-        if found is None:
+        own = next((role for role in self._roles if role.name == name), None)
+        if own is None:
             raise ValueError(f"this agent was not told what workers of role {name!r} run")
-        return found
+        return own
 
     def _program(self, role: Role, local: LocalPlace) -> Program:
         spec = self._spec
@@ -209,7 +209,7 @@ class LocalWorkers:
 
     def poll(self) -> list[Ended]:
         """The workers that ended since the last look, those first that others ended because of."""
-        found = []
+        failed = []
         for seat_id, process in list(self.running.items()):
             result = process.poll()
             if result is None:
@@ -217,8 +217,8 @@ class LocalWorkers:
             del self.running[seat_id]
             end, failure = result
             joined = self._note_end(process, end, failure)
-            found.append((replace(end, joined=joined), failure))
-        ended = [*by_cause(found), *self._not_started]
+            failed.append((replace(end, joined=joined), failure))
+        ended = [*by_cause(failed), *self._not_started]
         self._not_started = []
         return ended
 

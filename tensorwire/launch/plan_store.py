@@ -65,9 +65,9 @@ class PlanStore:
             if after == self._plan:
                 break
             data = after.encode().encode()
-            found = self._values.compare_and_set("plan", self._data, data)
-            self._take(found)
-            if found == data:
+            stored = self._values.compare_and_set("plan", self._data, data)
+            self._take(stored)
+            if stored == data:
                 self._changes = os.urandom(8)
                 self._values.set("changes", self._changes)
                 break

@@ -336,15 +336,15 @@ class TensorWireRendezvous(RendezvousHandler):
     def _torchs_place(self) -> tuple[str, int]:
         """The place of torch's store: at the endpoint, unless another job's agent hosts that."""
         deadline = time.monotonic() + _SECONDS_FOR_HOST
-        while (found := self._values.get("torchs")) is None:
+        while (place := self._values.get("torchs")) is None:
             if time.monotonic() > deadline:
                 mine = address_on_the_way_to(self._host, self._port) or LOOPBACK
                 self._torchs = host_store(mine, 0)
                 told = f"{mine} {self._torchs.port}".encode()
-                found = self._values.compare_and_set("torchs", None, told) or told
+                place = self._values.compare_and_set("torchs", None, told) or told
                 break
             time.sleep(_LOOK_SECONDS)
-        host, _, port = found.decode().rpartition(" ")
+        host, _, port = place.decode().rpartition(" ")
         return host, int(port)
 
     def _control(self, is_late: bool) -> Store:

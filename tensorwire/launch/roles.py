@@ -214,11 +214,11 @@ def check_roles(roles: Iterable[Role]) -> tuple[Role, ...]:
     Raises:
         RoleError: two have the same name, or there is none.
     """
-    found = tuple(roles)
-    if not found:
+    checked = tuple(roles)
+    if not checked:
         raise RoleError("a job needs at least one role")
-    names = [role.name for role in found]
+    names = [role.name for role in checked]
     for name in names:
         if names.count(name) > 1:
             raise RoleError(f"role {name!r} is given twice; give it once, with its whole COUNT")
-    return found
+    return checked

@@ -168,13 +168,13 @@ def call(function: str) -> None:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        piece = connection.recv(size - len(found))
+    received = bytearray()
+    while len(received) < size:
+        piece = connection.recv(size - len(received))
         if not piece:
             return b""
-        found += piece
-    return bytes(found)
+        received += piece
+    return bytes(received)
 
 
 # --- In the template

@@ -81,15 +81,15 @@ def worker_variables(plan: Plan, seat: Seat, local: LocalPlace, facts: JobFacts)
 
 def _job_roles(plan: Plan, max_nodes: int) -> JobRoles:
     """The roles, with how many workers each has, and can have if agents come like those there."""
-    found = {}
+    by_name = {}
     for state in plan.roles:
         role, seats = state.role, sum(1 for _ in plan.seats_of(state.role.name))
         most = role.count
         if role.share is Share.AGENT:
             offers = [node.offered(role.name) for node in plan.nodes]
             most = sum(offers) + max(offers) * max(0, max_nodes - len(offers))
-        found[role.name] = JobRole(seats, max(seats, most))
-    return JobRoles(found)
+        by_name[role.name] = JobRole(seats, max(seats, most))
+    return JobRoles(by_name)
 
 
 def group_url(host: str, port: int, job: str) -> str:

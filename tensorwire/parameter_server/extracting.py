@@ -43,9 +43,9 @@ def extract(
         local = ps.extract(make_model(), "checkpoints/1000")
     """
     instance("extract", "model", model, nn.Module, "a module")
-    found = chosen("extract", model, only)
+    selected = chosen("extract", model, only)
     seen: set[int] = set()
-    for path, module in found.items():
+    for path, module in selected.items():
         for local in local_tables(path, module):
             if id(local.weight) not in seen:
                 _fill(local, *read(folder, local.name))

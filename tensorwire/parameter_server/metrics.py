@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
+
+from tensorwire.parameter_server.opaque import Json
 
 _HELP: Final = {
     "rows": ("gauge", "rows of a table on a shard"),
@@ -26,7 +28,7 @@ _HELP: Final = {
 Sample = tuple[str, dict[str, str], float]
 
 
-def text_of(described: dict[str, dict[str, Any]]) -> str:
+def text_of(described: dict[str, dict[str, Json]]) -> str:
     """The text exposition format of what servers say of themselves.
 
     Args:
@@ -35,11 +37,11 @@ def text_of(described: dict[str, dict[str, Any]]) -> str:
     samples = [each for name, server in described.items() for each in _samples(name, server)]
     lines = []
     for name, (kind, told) in _HELP.items():
-        found = [(labels, value) for which, labels, value in samples if which == name]
-        if found:
+        lines_of_it = [(labels, value) for which, labels, value in samples if which == name]
+        if lines_of_it:
             full = f"tensorwire_ps_{name}"
             lines += [f"# HELP {full} {told}", f"# TYPE {full} {kind}"]
-            lines += [f"{full}{{{_labels(labels)}}} {value:g}" for labels, value in found]
+            lines += [f"{full}{{{_labels(labels)}}} {value:g}" for labels, value in lines_of_it]
     return "\n".join([*lines, ""]) if lines else ""
 
 
@@ -51,7 +53,7 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _samples(cluster: str, described: dict[str, Any]) -> Iterator[Sample]:
+def _samples(cluster: str, described: dict[str, Json]) -> Iterator[Sample]:
     for number, shard in described["shards"].items():
         labels = {"cluster": cluster, "server": described["server"], "shard": str(number)}
         yield "head", labels, float(shard["head"])

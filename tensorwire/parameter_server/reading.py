@@ -72,5 +72,5 @@ def read_dense(folder: str | os.PathLike[str], name: str) -> Tensor | None:
     if not isinstance(saved, SavedDense) or not saved.pieces:
         return None
     places = range(len(saved.pieces))
-    found = restored.dense_data(name, set(places))
-    return torch.cat([found[place].value.reshape(-1) for place in places])
+    pieces = restored.dense_data(name, set(places))
+    return torch.cat([pieces[place].value.reshape(-1) for place in places])

@@ -57,14 +57,14 @@ def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
     best: list[float] = list(sums)
     cuts: list[dict[int, int]] = []
     for stage in range(1, stages):
-        found: list[float] = [float("inf")] * len(sums)
+        cheapest: list[float] = [float("inf")] * len(sums)
         chosen: dict[int, int] = {}
         for end in range(stage + 1, len(sums)):
             for start in range(stage, end):
                 cost = max(best[start], sums[end] - sums[start])
-                if cost < found[end]:
-                    found[end], chosen[end] = cost, start
-        best = found
+                if cost < cheapest[end]:
+                    cheapest[end], chosen[end] = cost, start
+        best = cheapest
         cuts.append(chosen)
     starts: list[int] = []
     end = len(costs)

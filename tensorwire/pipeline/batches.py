@@ -130,8 +130,8 @@ class Loop:
 
     def _begin(self) -> Place | None:
         """The place that an earlier life of the driver, or a checkpoint, left."""
-        if (found := self._pipeline.driver.places.take()) is not None:
-            return _unpacked(found)
+        if (packed := self._pipeline.driver.places.take()) is not None:
+            return _unpacked(packed)
         if self._folder is None:
             return None
         latest = checkpoint.latest(self._folder)
@@ -247,8 +247,8 @@ def _require_schedulers(optimizers: Iterable[PipelineOptimizer], state: Mapping[
 
 
 def _unpacked(place: bytes) -> Place:
-    found: Place = pickle.loads(place)
-    return found
+    unpacked: Place = pickle.loads(place)
+    return unpacked
 
 
 def _has_state(loader: object) -> bool:

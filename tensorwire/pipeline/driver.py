@@ -63,8 +63,8 @@ class Driver:
         self.carrier.begin()
         if self.carrier.resumed is None:
             return
-        (found,) = self.call_each(sessions.kept, {self.formation.plan.owners[0][0]: ()}).values()
-        kept: Kept = pickle.loads(found)
+        (data,) = self.call_each(sessions.kept, {self.formation.plan.owners[0][0]: ()}).values()
+        kept: Kept = pickle.loads(data)
         self.coordinator.trained = kept.steps
         self.places.go_on_at(kept.place)
 
@@ -106,8 +106,8 @@ class Driver:
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Scales the gradients of all stages, if their norm is more; returns the norm before."""
         norms_of = remote_optimizer.gradient_norms
-        found = self.perform(Kind.ASK, lambda _: self.call_all(norms_of, norm_type)).values()
-        total = norm_of(len(self._design.stages), found, norm_type, error_if_nonfinite)
+        norms = self.perform(Kind.ASK, lambda _: self.call_all(norms_of, norm_type)).values()
+        total = norm_of(len(self._design.stages), norms, norm_type, error_if_nonfinite)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         scale = partial(self.call_all, remote_optimizer.scale_gradients, float(factor))
         self.perform(Kind.CHANGE, lambda _: scale())

@@ -118,15 +118,15 @@ class Formation:
             worker: rpc.rpc_async(worker, function, (self.plan.session, *each))
             for worker, each in arguments.items()
         }
-        found, errors = {}, []
+        answers, errors = {}, []
         for worker, call in calls.items():
             try:
-                found[worker] = call.wait()
+                answers[worker] = call.wait()
             except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]
-        return found
+        return answers
 
     def rows(self, trains: bool, microbatches: int) -> dict[str, tuple[Action, ...]]:
         """Each worker's row of the table for so many micro-batches, which the workers have.

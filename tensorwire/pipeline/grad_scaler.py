@@ -79,8 +79,8 @@ class GradScaler:
         unscale = partial(
             self._pipeline.driver.call_all, remote.unscale_gradients, 1.0 / self._scale
         )
-        found = self._pipeline.driver.perform(Kind.CHANGE, lambda _: unscale())
-        self._found_inf = any(found.values())
+        by_worker = self._pipeline.driver.perform(Kind.CHANGE, lambda _: unscale())
+        self._found_inf = any(by_worker.values())
         return self._found_inf
 
     def step(self, optimizer: PipelineOptimizer) -> Any:

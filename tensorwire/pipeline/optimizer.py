@@ -86,8 +86,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """The optimizers' state, by the parameters' names in the pipeline, gathered here."""
         state: dict[str, Any] = {}
         read = partial(self._pipeline.driver.call_all, remote.optimizer_state, self.key)
-        for found in self._pipeline.driver.perform(Kind.ASK, lambda _: read()).values():
-            state.update(found)
+        for part in self._pipeline.driver.perform(Kind.ASK, lambda _: read()).values():
+            state.update(part)
         return {"state": state, "param_groups": [_plain(group) for group in self.param_groups]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -45,9 +45,9 @@ def replaced(design: Design, state_dict: Mapping[str, Any]) -> None:
 
 
 def norm_of(
-    stages: int, found: Iterable[Norms], norm_type: float, error_if_nonfinite: bool
+    stages: int, by_worker: Iterable[Norms], norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """The norm of all gradients together, from those that the workers found."""
-    found = list(found)
-    norms = [norm for stage in range(stages) for each in found for norm in each.get(stage, ())]
+    known = list(by_worker)
+    norms = [norm for stage in range(stages) for each in known for norm in each.get(stage, ())]
     return total_norm(norms, norm_type, error_if_nonfinite)

@@ -99,11 +99,11 @@ class Passes:
 
     def trace(self) -> Trace | None:
         """The times of each worker's actions in the last step; None if there was none."""
-        found = self._spans()
-        if not any(found.values()):
+        by_worker = self._spans()
+        if not any(by_worker.values()):
             return None
         shifted = {}
-        for worker, spans in found.items():
+        for worker, spans in by_worker.items():
             ahead = offset(partial(rpc.rpc_sync, worker, sessions.read_clock))
             shifted[worker] = [span.shifted(-ahead) for span in spans]
         return Trace(shifted, self._design.wiring)
@@ -114,10 +114,10 @@ class Passes:
         return seconds_of(len(self._design.stages), [span for each in spans for span in each])
 
     def _spans(self) -> dict[str, list[Span]]:
-        found: dict[str, list[Span]] = self._ask(
+        spans: dict[str, list[Span]] = self._ask(
             lambda _: self._carrier.formation.call_all(sessions.spans)
         )
-        return found
+        return spans
 
     # --- Shared by the above
 
@@ -135,8 +135,8 @@ class Passes:
 
     def _outputs(self, step: Step, later: Iterable[Step] = ()) -> list[Any]:
         reports = self._carrier.formation.steps.finish(step, later).values()
-        found = {at: output for each in reports for at, output in each.outputs.items()}
-        return [found[at] for at in range(len(found))]
+        outputs = {at: output for each in reports for at, output in each.outputs.items()}
+        return [outputs[at] for at in range(len(outputs))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,11 +122,11 @@ def gradient_norms(session: str, norm_type: float) -> dict[int, list[torch.Tenso
     part = Sessions.here().find(session)
     part.settle()
     repeated = _repeated(part.plan, part)
-    found: dict[int, list[torch.Tensor]] = {index: [] for index in part.stages}
+    norms: dict[int, list[torch.Tensor]] = {index: [] for index in part.stages}
     for index, name, parameter in part.located_parameters():
         if parameter.grad is not None and name not in repeated:
-            found[index].append(torch.linalg.vector_norm(parameter.grad, norm_type).cpu())
-    return found
+            norms[index].append(torch.linalg.vector_norm(parameter.grad, norm_type).cpu())
+    return norms
 
 
 def scale_gradients(session: str, factor: float) -> None:
@@ -140,12 +140,12 @@ def unscale_gradients(session: str, inverse: float) -> bool:
     """Multiplies all gradients; returns True if one is infinite or no number."""
     part = Sessions.here().find(session)
     part.settle()
-    found = False
+    is_infinite = False
     for parameter in part.named_parameters().values():
         if parameter.grad is not None:
             parameter.grad.mul_(inverse)
-            found = found or not bool(torch.isfinite(parameter.grad).all())
-    return found
+            is_infinite = is_infinite or not bool(torch.isfinite(parameter.grad).all())
+    return is_infinite
 
 
 def _repeated(plan: Plan, part: StageWorker) -> set[str]:

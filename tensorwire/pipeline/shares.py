@@ -93,5 +93,5 @@ class OptimizerShare:
         part = Sessions.here().find(self.session)
         if is_of_another_class(part.optimizers.get(self.key), values):
             return
-        found = {name: values[name] for name in part.named_parameters() if name in values}
-        remote_optimizer.load_optimizer_state(self.session, self.key, found)
+        mine = {name: values[name] for name in part.named_parameters() if name in values}
+        remote_optimizer.load_optimizer_state(self.session, self.key, mine)

@@ -66,14 +66,14 @@ class SplitBackward:
         if not self._inputs:
             return self._keep_all(roots, root_gradients)
         ends: list[Any] = [*self._inputs, *(edge for cut in self._cuts for edge in cut.edges)]
-        found = torch.autograd.grad(
+        computed = torch.autograd.grad(
             roots, ends, root_gradients, retain_graph=True, allow_unused=True
         )
         at = len(self._inputs)
         for cut in self._cuts:
-            self._kept.append((cut, found[at : at + len(cut.edges)]))
+            self._kept.append((cut, computed[at : at + len(cut.edges)]))
             at += len(cut.edges)
-        return found[: len(self._inputs)]
+        return computed[: len(self._inputs)]
 
     def for_weights(self) -> None:
         """Runs the second part, which adds to the weights' ``grad``; the graph is used up."""
@@ -103,10 +103,10 @@ def run_backward(
     roots, root_gradients = _with_gradient(outputs, gradients)
     if roots:
         torch.autograd.backward(roots, root_gradients)
-    found = [each.grad for each in inputs]
+    results = [each.grad for each in inputs]
     for each in inputs:
         each.grad = None
-    return found
+    return results
 
 
 def _with_gradient(

@@ -159,4 +159,4 @@ def _ties(modules: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
     for stage, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             places[id(parameter)].append((stage, name))
-    return [found for found in places.values() if len(found) > 1]
+    return [shared for shared in places.values() if len(shared) > 1]

@@ -154,8 +154,8 @@ class Stage:
         """Runs the last stage's forward pass as in training; returns the loss, without a graph."""
         sent = self._run(step, microbatch, packets, given, loss, {LOSS: [0]})
         (value,) = sent[LOSS]
-        found: torch.Tensor = value.detach()
-        return found
+        detached: torch.Tensor = value.detach()
+        return detached
 
     def backward(self, microbatch: int, gradients: Mapping[int, Gradients]) -> dict[int, Gradients]:
         """Runs a whole backward pass.
@@ -295,9 +295,9 @@ def _route(
     tensors: list[torch.Tensor] = []
     numbers: list[list[int]] = []
     for element in elements:
-        found = tensors_of(element)
-        numbers.append(list(range(len(tensors), len(tensors) + len(found))))
-        tensors.extend(found)
+        inside = tensors_of(element)
+        numbers.append(list(range(len(tensors), len(tensors) + len(inside))))
+        tensors.extend(inside)
     everything = list(range(len(tensors)))
     routes = {
         consumer: [n for each in outputs for n in (everything if each == ALL else numbers[each])]
@@ -325,9 +325,9 @@ def _edge(tensor: torch.Tensor) -> GradientEdge | None:
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
-def _deal(held: _Held, found: Gradients) -> dict[int, Gradients]:
+def _deal(held: _Held, arrived: Gradients) -> dict[int, Gradients]:
     """Deals the gradients of the wanted inputs out to the stages that they came from."""
-    gradients = iter(found)
+    gradients = iter(arrived)
     return {
         stage: [next(gradients) if each.requires_grad else None for each in tensors]
         for stage, tensors in held.inputs.items()

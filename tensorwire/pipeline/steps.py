@@ -124,8 +124,8 @@ class Steps:
         lost = _lost_worker(worker, error)
         progress = self.abort([step, *later], f"{lost or worker}: {error}")
         if lost is None:
-            found = progress.get(worker)
-            at = found.failed if found else None
+            reached = progress.get(worker)
+            at = reached.failed if reached else None
         else:
             worker = lost
             at = self._next_of(worker, step.rows[worker], progress.values())
@@ -144,11 +144,11 @@ class Steps:
             )
         for worker, call in calls.items():
             try:
-                found = call.wait()
+                reached = call.wait()
             except Exception:  # it is lost as well: nothing of it is left to call off
                 continue
-            if found is not None:
-                progress[worker] = found
+            if reached is not None:
+                progress[worker] = reached
         return progress
 
     def _next_of(

@@ -14,14 +14,14 @@ import torch
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a value, from left to right."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_leaves(value, torch.Tensor, note)
-    return found
+    return tensors
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

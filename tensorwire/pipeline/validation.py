@@ -109,19 +109,19 @@ def _require_complete(table: Table, wiring: Wiring) -> None:
 def _require_passes(
     stage: int, microbatch: int, places: dict[Action, list[int]], trains: bool
 ) -> None:
-    found = {kind for kind in Kind if Action(stage, kind, microbatch) in places}
+    planned = {kind for kind in Kind if Action(stage, kind, microbatch) in places}
     wanted: Iterable[set[Kind]] = [{Kind.FORWARD}]
     if trains:
         wanted = [{Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}]
-    if found not in wanted:
+    if planned not in wanted:
         kinds = " or ".join(
             "+".join(kind.value for kind in Kind if kind in each) for each in wanted
         )
-        has = "+".join(kind.value for kind in Kind if kind in found) or "nothing"
+        has = "+".join(kind.value for kind in Kind if kind in planned) or "nothing"
         raise ScheduleError(
             f"stage {stage} needs {kinds} of micro-batch {microbatch}, but has {has}"
         )
-    workers = {places[Action(stage, kind, microbatch)][0] for kind in found}
+    workers = {places[Action(stage, kind, microbatch)][0] for kind in planned}
     if len(workers) > 1:
         raise ScheduleError(
             f"stage {stage} has its passes of micro-batch {microbatch} on workers {sorted(workers)}"

@@ -197,8 +197,8 @@ class StageWorker:
         """Begins to copy all stages that are here, for their backups."""
         drafts: dict[Seat, Draft | StageCopy] = {}
         for index, seat in self.seats().items():
-            found = self._keeper.get(seat, version)
-            drafts[seat] = found or Draft(
+            whole = self._keeper.get(seat, version)
+            drafts[seat] = whole or Draft(
                 seat, self.stages[index].module, self.optimizers, b"" if index else kept
             )
         cut = Cut(self._keeper, self.plan.keep, version, drafts)
@@ -247,12 +247,12 @@ class StageWorker:
 
     def located_parameters(self) -> list[tuple[int, str, nn.Parameter]]:
         """The same with their stages and their names in the pipeline, each tensor once."""
-        found: dict[int, tuple[int, str, nn.Parameter]] = {}
+        located: dict[int, tuple[int, str, nn.Parameter]] = {}
         for index, stage in self.stages.items():
             for name, parameter in stage.module.named_parameters():
                 full_name = self.plan.prefixes[index] + name
-                found.setdefault(id(parameter), (index, full_name, parameter))
-        return list(found.values())
+                located.setdefault(id(parameter), (index, full_name, parameter))
+        return list(located.values())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The same by their names in the pipeline."""
@@ -348,8 +348,8 @@ class _Run:
             gradients[LOSS] = [torch.full_like(loss, weight)]
         began = time.perf_counter_ns()
         run = stage.backward if action.kind is Kind.BACKWARD else stage.backward_inputs
-        for producer, found in run(action.microbatch, gradients).items():
-            self._send(Content.GRADIENT, stage.index, producer, action.microbatch, tuple(found))
+        for producer, outgoing in run(action.microbatch, gradients).items():
+            self._send(Content.GRADIENT, stage.index, producer, action.microbatch, tuple(outgoing))
         return began
 
     def _inputs(self, stage: Stage, microbatch: int) -> tuple[dict[int, Packet], Mapping[str, Any]]:

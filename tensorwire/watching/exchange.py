@@ -84,8 +84,8 @@ class Exchange:
     def read(self, nodes: Iterable[int]) -> dict[int, AgentReport]:
         """The latest value of each of these agents that has written one."""
         for node in nodes:
-            found = self._values.get(_name(node))
-            told = None if found is None else _opened(found)
+            entry = self._values.get(_name(node))
+            told = None if entry is None else _opened(entry)
             known = self._latest.get(node)
             if told is not None and (known is None or told.number > known.number):
                 self._latest[node] = told
@@ -96,10 +96,10 @@ def _later(number: int) -> int:
     return max(number + 1, time.time_ns())
 
 
-def _opened(found: bytes) -> AgentReport | None:
+def _opened(packed: bytes) -> AgentReport | None:
     """The content of a value; None if no agent has written it."""
     try:
-        fields = json.loads(zlib.decompressobj().decompress(found, _LARGEST))
+        fields = json.loads(zlib.decompressobj().decompress(packed, _LARGEST))
         return AgentReport(
             int(fields["number"]),
             tuple(fields["workers"]),

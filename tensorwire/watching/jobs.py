@@ -50,8 +50,8 @@ def home() -> Path:
     folder = Path(parent) / f"tensorwire-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
             f"{folder} must be a folder of this user's of mode 0700, as whoever writes there is "
             "taken for a job of his; delete it, or set XDG_RUNTIME_DIR"
@@ -82,7 +82,7 @@ def forget(path: str) -> None:
 
 def running_jobs() -> list[RunningJob]:
     """The jobs of this user with an agent on this machine, the oldest first."""
-    found: list[RunningJob] = []
+    jobs: list[RunningJob] = []
     for folder in sorted(home().iterdir(), key=lambda each: each.stat().st_mtime):
         pid, _, _ = folder.name.partition("-")
         path = folder / _SOCKET
@@ -91,8 +91,8 @@ def running_jobs() -> list[RunningJob]:
         if not os.path.exists(f"/proc/{pid}"):
             forget(str(path))
             continue
-        found.append(RunningJob((folder / "job").read_text(), int(pid), str(path)))
-    return found
+        jobs.append(RunningJob((folder / "job").read_text(), int(pid), str(path)))
+    return jobs
 
 
 def find_job(wanted: str | None) -> RunningJob:

@@ -182,10 +182,10 @@ def waits(worker: WorkerView, names: Iterable[str]) -> set[str]:
     """The workers that one waits for: of its calls, of its exchange with servers, of its steps."""
     facts = worker.facts or {}
     known = set(names)
-    found = {str(row["to"]) for row in facts.get("waiting", ()) if row["age"] >= _LONG_WAIT}
+    waited_for = {str(row["to"]) for row in facts.get("waiting", ()) if row["age"] >= _LONG_WAIT}
     for source in facts.get("sources", {}).values():
-        found |= set(map(str, source.get("waits_for", ())))
-    return (found & known) - {worker.name}
+        waited_for |= set(map(str, source.get("waits_for", ())))
+    return (waited_for & known) - {worker.name}
 
 
 def _findings(known: Mapping[str, WorkerView], still: set[str]) -> list[Finding]:
@@ -194,13 +194,13 @@ def _findings(known: Mapping[str, WorkerView], still: set[str]) -> list[Finding]
     led: dict[frozenset[str], set[str]] = {}
     for name in sorted(still):
         led.setdefault(frozenset(_follow(name, edges)), set()).add(name)
-    found: dict[frozenset[str], Finding] = {}
+    findings: dict[frozenset[str], Finding] = {}
     for blamed, names in led.items():
         finding = explain(known, set(blamed), names, still)
         key = frozenset(finding.blamed)
-        if key not in found or len(finding.waiting) > len(found[key].waiting):
-            found[key] = finding
-    return list(found.values())
+        if key not in findings or len(finding.waiting) > len(findings[key].waiting):
+            findings[key] = finding
+    return list(findings.values())
 
 
 def _follow(name: str, edges: Mapping[str, set[str]]) -> set[str]:

@@ -137,8 +137,8 @@ class JobWatch:
     def to_restart(self) -> set[tuple[str, int]]:
         """Names and lives of this agent's workers that are to be killed, each told once."""
         with self._lock:
-            found, self._restarts = self._restarts, set()
-        return found
+            restarts, self._restarts = self._restarts, set()
+        return restarts
 
     def close(self) -> None:
         """Ends the watch; viewers are hung up on."""
@@ -229,10 +229,10 @@ class JobWatch:
                 self._look(fresh=False)
                 told = self._others.get(worker.node)
                 if told is not None and f"{self._node}:{number}" in told.answers:
-                    found: Mapping[str, Any] = told.answers[f"{self._node}:{number}"]
-                    if "error" in found:
-                        raise NoAnswerError(str(found["error"]))
-                    return found["answer"]
+                    reply: Mapping[str, Any] = told.answers[f"{self._node}:{number}"]
+                    if "error" in reply:
+                        raise NoAnswerError(str(reply["error"]))
+                    return reply["answer"]
                 self._stop.wait(0.2)
         finally:
             with self._lock:
@@ -275,10 +275,10 @@ class JobWatch:
         self._looks_again = now + self._policy.least / _LOOKS_IN_A_BUDGET
         if not is_first:
             return []
-        found = self._standstill.look(now, workers)
+        findings = self._standstill.look(now, workers)
         ends = self._standstill.soonest(now) + _SECONDS_BEYOND_A_BUDGET
         self._looks_again = min(self._looks_again, ends)
-        return found
+        return findings
 
     def _is_viewed(self) -> bool:
         return time.monotonic() - self._viewed < _SECONDS_A_VIEWER_COUNTS
@@ -320,14 +320,14 @@ class JobWatch:
             for told in self._others.values()
             for view in map(WorkerView.of, told.workers)
         }
-        found = []
+        views = []
         for worker in self._seen.workers:
             view = self._views.get(worker.name) or elsewhere.get(worker.name)
             if view is not None and view.life == worker.life and worker.state == "runs":
-                found.append(view)
+                views.append(view)
             else:
-                found.append(worker)
-        return tuple(found)
+                views.append(worker)
+        return tuple(views)
 
     # --- other agents
 
@@ -393,14 +393,14 @@ class JobWatch:
         try:
             if question.get("ask") == "restart":
                 self._restart(str(question["worker"]), int(question["life"]))
-                found: dict[str, object] = {"answer": True}
+                reply: dict[str, object] = {"answer": True}
             else:
                 worker = self._worker(str(question.get("worker")))
-                found = {"answer": self._answer_here(question, worker)}
+                reply = {"answer": self._answer_here(question, worker)}
         except Exception as error:
-            found = {"error": str(error)}
+            reply = {"error": str(error)}
         with self._lock:
-            self._answers[key] = found
+            self._answers[key] = reply
             self._answering.discard(key)
 
     # --- standstills

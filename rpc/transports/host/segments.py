@@ -522,12 +522,12 @@ class ReceivedSegments:
             FrameError: there is no such slot.
         """
         with self._lock:
-            found = self._received.get(number)
-            if found is None:
+            segment = self._received.get(number)
+            if segment is None:
                 raise FrameError(
                     f"a tensor in shared segment {number}, which was never handed over"
                 )
-            region, flags, start = found
+            region, flags, start = segment
             if not start <= position <= region.size - length or position % BLOCK or not length:
                 raise FrameError(f"a tensor outside shared segment {number}")
             # A function of Python's would take longer than what it does.

@@ -63,15 +63,15 @@ def shorten_reactors() -> None:
 
 def reactors() -> list[int]:
     """Returns the threads of this process that poll without a pause."""
-    found = []
+    threads = []
     for task in Path("/proc/self/task").iterdir():
         try:
             name = (task / "comm").read_text()
         except OSError:  # it has ended
             continue
         if name.startswith(_REACTOR):
-            found.append(int(task.name))
-    return found
+            threads.append(int(task.name))
+    return threads
 
 
 def _get(thread: int) -> tuple[int, ...]:

@@ -139,9 +139,9 @@ class FrameSender:
                 self._await_devices(former, frame)
             frame = former.shared.place(frame)
         with self._lock:
-            found = self._peers.links.get(to)
-            usable = found is not None and found.lost is None and self._peers.open
-            link = found if found is not None and usable else self._usable(to)
+            known = self._peers.links.get(to)
+            usable = known is not None and known.lost is None and self._peers.open
+            link = known if known is not None and usable else self._usable(to)
             if former is not None and link is not former:
                 raise WorkerLostError(former.name, former.peer.incarnation, former.lost or REPLACED)
             envelope = self._caller.begin(link, frame.kind, frame.correlation)

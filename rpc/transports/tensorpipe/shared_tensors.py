@@ -226,12 +226,12 @@ class SharedTensors:
         number, size, process, descriptor, token = _unpack(_OFFER, offer)
         path, usable, problem = _FILES.format(process, descriptor), False, 0
         try:
-            found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                self._segments.add(number, size, found, token)
+                self._segments.add(number, size, opened, token)
                 usable = True
             finally:
-                os.close(found)
+                os.close(opened)
         except (OSError, FrameError) as error:
             problem = self._segments.refused(error)
         return Frame(FrameKind.NOTICE, 0, b"", _ANSWER.pack(number, usable, problem))

@@ -279,9 +279,9 @@ class ConnectionAcceptor:
     def kept(self, worker_id: int) -> list[AuthenticatedConnection]:
         """Removes and returns the connections that wait for a worker."""
         with self._lock:
-            found = [p for p, _ in self._kept if p.hello.initiator.worker_id == worker_id]
-            self._kept = [entry for entry in self._kept if entry[0] not in found]
-        return found
+            theirs = [p for p, _ in self._kept if p.hello.initiator.worker_id == worker_id]
+            self._kept = [entry for entry in self._kept if entry[0] not in theirs]
+        return theirs
 
     def sweep(self) -> None:
         """Closes connections that took too long, and accepts again after a pause."""

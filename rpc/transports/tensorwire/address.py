@@ -94,8 +94,8 @@ def listen_tcp(bind_address: str | None) -> list[socket.socket]:
             return [_listen_on(socket.AF_INET6, ("::1", 0))]
     stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
-        found = socket.getaddrinfo(bind_address, 0, type=stream, flags=passive)
-        family, _, _, _, sockaddr = found[0]
+        resolved = socket.getaddrinfo(bind_address, 0, type=stream, flags=passive)
+        family, _, _, _, sockaddr = resolved[0]
         if _is_link_local(str(sockaddr[0])):
             raise BringUpError(
                 f"bind_address={bind_address!r} is a link-local address: with which interface "
@@ -153,8 +153,8 @@ def address_facing(host: str) -> str | None:
     Nothing is sent. A program that knows where its group meets can bind to this.
     """
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, sockaddr = found[0]
+        resolved = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, sockaddr = resolved[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(sockaddr)
             return str(probe.getsockname()[0])

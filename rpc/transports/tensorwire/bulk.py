@@ -129,9 +129,9 @@ class BulkChannel:
         )
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                found = array.array("i")
-                found.frombytes(data[: len(data) - len(data) % found.itemsize])
-                self._descriptors.extend(found)
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._descriptors.extend(descriptors)
                 if self._drops_descriptors:  # since before they came
                     self.drop_descriptors()
         return count

@@ -104,8 +104,8 @@ def is_for(names: tuple[str, ...], worker: str) -> bool:
 
 def wrong_name(names: tuple[str, ...], worker: str) -> str:
     """Says that a certificate is another worker's."""
-    found = ", ".join(repr(name) for name in names) or "nobody"
-    return f"its certificate is for {found}, not for worker {worker!r}"
+    holders = ", ".join(repr(name) for name in names) or "nobody"
+    return f"its certificate is for {holders}, not for worker {worker!r}"
 
 
 @dataclass(frozen=True, slots=True)

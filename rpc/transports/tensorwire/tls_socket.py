@@ -167,7 +167,7 @@ class TlsSocket(socket.socket):
         while self._holds_bytes() or self._take_in():
             try:
                 with session.lock:
-                    found = session.tls.read(size, buffer)
+                    data = session.tls.read(size, buffer)
             except ssl.SSLWantReadError:
                 if not self._take_in():
                     return b""
@@ -175,8 +175,8 @@ class TlsSocket(socket.socket):
                 session.is_over = True
                 return b""
             else:
-                session.is_over = not found
-                return found
+                session.is_over = not data
+                return data
         return b""
 
     def _holds_bytes(self) -> bool:

@@ -107,13 +107,13 @@ class PublishedChain:
         Raises:
             CheckpointError: there is no way, or nobody answers as a publisher does.
         """
-        found: list[bytes] = []
+        versions: list[bytes] = []
         with self._talking() as connected:
             _send(connected, messages.Way(None if after is None else after.place))
             while (reply := _reply(connected))[0] is Reply.VERSION:
-                found.append(_exactly(connected, reply[1]))
+                versions.append(_exactly(connected, reply[1]))
             _require(connected, reply, Reply.END)
-        return found
+        return versions
 
     def read(self, version: Version, name: str, offset: int) -> Iterator[bytes]:
         """The bytes of a file of a version from an offset on, in pieces.
@@ -203,9 +203,9 @@ class PublishedChain:
 
     def _drop(self) -> None:
         with self._lock:
-            found, self._socket = self._socket, None
-        if found is not None:
-            found.close()
+            connected, self._socket = self._socket, None
+        if connected is not None:
+            connected.close()
 
     def interrupt(self) -> None:
         """Has what is under way fail, and all that is asked later; from any thread."""

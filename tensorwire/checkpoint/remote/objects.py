@@ -36,10 +36,10 @@ def _opened(url: str) -> tuple[Any, str]:
     except ImportError:
         raise CheckpointError(f"{url!r} needs fsspec: pip install 'tensorwire[objects]'") from None
     try:
-        found, path = fsspec.core.url_to_fs(url)
+        filesystem, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError, OSError) as error:
         raise CheckpointError(f"{url!r} cannot be opened: {error}") from None
-    return found, str(path).rstrip("/")
+    return filesystem, str(path).rstrip("/")
 
 
 class StoredChain:

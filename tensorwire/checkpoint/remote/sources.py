@@ -31,12 +31,12 @@ def source_of(
         BringUpError: a certificate cannot be used.
         ValueError: an argument is missing, is for another kind of place, or cannot be used.
     """
-    scheme, found, _ = str(where).partition("://")
-    is_publisher = bool(found) and scheme == SCHEME
+    scheme, separator, _ = str(where).partition("://")
+    is_publisher = bool(separator) and scheme == SCHEME
     for name, value in (("key_file", key_file), ("tls", tls)):
         if value is not None and not is_publisher:
             raise ValueError(f"follow: {name}={value!r} is for tensorwire://, not for {where!r}")
-    if not found:
+    if not separator:
         if cache is not None:
             raise ValueError(f"follow: cache={cache!r} is for URLs; {where!r} is a folder")
         return Folder(where)

@@ -6,10 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from tensorwire.parameter_server.client.exchange import Answer, PendingPull
 from tensorwire.parameter_server.decisions.reads import AT_ONCE
+from tensorwire.parameter_server.opaque import Json
 
 
 class Account:
@@ -58,7 +58,7 @@ class Account:
                 self.rows[kind] += part.rows.shape[0]
         return answer
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> dict[str, Json]:
         """Returns the counts for ``Cluster.stats``."""
         return {
             "staleness": dict(sorted(self.staleness.items())),

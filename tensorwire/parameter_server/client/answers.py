@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -13,9 +12,10 @@ from tensorwire.parameter_server.client.splitting import Split, joined_rows, joi
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Packed
 from tensorwire.parameter_server.messaging.messages import Changed
+from tensorwire.parameter_server.opaque import Unpickled
 
 
-def joined(asked: PendingPull, specs: Mapping[str, Any]) -> Answer:
+def joined(asked: PendingPull, specs: Mapping[str, Unpickled]) -> Answer:
     """The answer to a pull of which all parts are there.
 
     Args:
@@ -36,9 +36,9 @@ def joined(asked: PendingPull, specs: Mapping[str, Any]) -> Answer:
     dense: dict[str, list[Tensor] | None] = {}
     for name in asked.dense:
         values = {shard: each.dense[name] for shard, each in answers.items()}
-        found = {shard: each for shard, each in values.items() if each is not None}
-        whole = len(found) == len(values)
-        dense[name] = joined_values(specs[name], asked.slots, found) if whole else None
+        known = {shard: each for shard, each in values.items() if each is not None}
+        whole = len(known) == len(values)
+        dense[name] = joined_values(specs[name], asked.slots, known) if whole else None
     low = min((each.low for each in answers.values()), default=0)
     times = [each.time for each in answers.values()] or [0]
     return Answer(rows, dense, low, changes, (min(times), max(times)))
@@ -48,10 +48,10 @@ def _joined_changes(
     spec: TableSpec, parted: Split, packed: Mapping[int, Packed], changed: Mapping[int, Changed]
 ) -> list[ShardChanges]:
     """The answers of shards about rows that this trainer keeps."""
-    found = []
+    changes = []
     for shard, (places, ids) in parted.parts.items():
         about = changed[shard]
         which = np.unpackbits(about.which.numpy(), count=len(ids.ids)).view(bool)
         rows = spec.wire.pull.unpack(packed[shard], spec.dim)
-        found.append(ShardChanges(shard, about.life, about.number, places, which, rows))
-    return found
+        changes.append(ShardChanges(shard, about.life, about.number, places, which, rows))
+    return changes

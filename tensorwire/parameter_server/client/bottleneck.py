@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
+
+from tensorwire.parameter_server.opaque import Json
 
 _ANSWERS: Final = 200
 _MOST: Final = 10 * _ANSWERS
@@ -43,7 +45,7 @@ class Watch:
         return slowest, medians[slowest], others
 
 
-def reason(described: Mapping[str, Any]) -> str:
+def reason(described: Mapping[str, Json]) -> str:
     """The reason for which a server is slow, from what it says of itself."""
     shards = described["shards"].values()
     stages: dict[str, float] = {}

@@ -7,7 +7,7 @@ others have pushed since nor what this trainer has pushed is in it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class RowCache:
         self.hits = 0
         self.misses = 0
         self._dim = dim
-        self._k: Any = kernels()
+        self._k: ModuleType = kernels()
         self.clear()
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -72,6 +72,7 @@ from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
 from tensorwire.parameter_server.declarations.wire import FLOAT32, Kind, Wire, both_ways
 from tensorwire.parameter_server.messaging.settings import consistency_of
+from tensorwire.parameter_server.opaque import Json
 
 
 class Cluster:
@@ -299,7 +300,7 @@ class Cluster:
 
     def exchange(
         self, push: Gradients | None, pull: PullRequest | None, skip: bool = False
-    ) -> Exchanging:
+    ) -> Exchanging[Pulled | None]:
         """Pushes a step and pulls for the next, in one message to each server.
 
         Args:
@@ -325,12 +326,12 @@ class Cluster:
         sent = self.stepper.send(gone, wanted, names, skip)
 
         def finish(timeout: float | None) -> Pulled | None:
-            answer: Answer | None = sent.wait(timeout)
+            answer = sent.wait(timeout)
             if answer is None:
                 return None if pull is None else Pulled({}, {}, 0)
             tables: dict[str, Tensor] = {}
-            for ids, found in zip(wanted, answer.rows, strict=True):
-                tables.update(zip(ids.tables, found.split_with_sizes(ids.sizes), strict=True))
+            for ids, rows in zip(wanted, answer.rows, strict=True):
+                tables.update(zip(ids.tables, rows.split_with_sizes(ids.sizes), strict=True))
             return Pulled(tables, answer.dense, answer.low)
 
         return Exchanging(finish)
@@ -362,8 +363,8 @@ class Cluster:
         """Gets the dense parameters that were declared here as the servers have them."""
         self._accept_dense(self.stepper.send(None, (), tuple(self._declared.dense)))
 
-    def _accept_dense(self, sent: Exchanging) -> None:
-        answer: Answer | None = sent.wait()
+    def _accept_dense(self, sent: Exchanging[Answer | None]) -> None:
+        answer = sent.wait()
         for name, values in (answer.dense if answer is not None else {}).items():
             group = self._declared.dense.get(name)
             if group is not None and values is not None:
@@ -391,7 +392,7 @@ class Cluster:
     def samples(
         self,
         *,
-        files: Sequence[Any],
+        files: Sequence[object],
         shuffle: bool = False,
         seed: int = 0,
         epochs: int = 1,
@@ -405,7 +406,7 @@ class Cluster:
         self,
         length: int | None = None,
         *,
-        files: Sequence[Any] | None = None,
+        files: Sequence[object] | None = None,
         batch_size: int | None = None,
         shuffle: bool = False,
         seed: int = 0,
@@ -466,7 +467,7 @@ class Cluster:
     # --- the cluster as a whole
 
     def snapshot(
-        self, folder: str | os.PathLike[str], extra: Any = None, *, overwrite: bool = False
+        self, folder: str | os.PathLike[str], extra: object = None, *, overwrite: bool = False
     ) -> Saving:
         """Writes everything as it is at one point in everybody's pushes, while training goes on.
 
@@ -509,7 +510,7 @@ class Cluster:
         state: bool = False,
         precision: Precision | None = None,
         keep_bases: int = 2,
-        extra: Any = None,
+        extra: object = None,
     ) -> Publishing:
         """Publishes versions of everything from now on, while training goes on; on one trainer.
 
@@ -579,7 +580,7 @@ class Cluster:
             self.session.servers.ask_coordinator(orders.Resize(tuple(lives)))
             self.session.refresh()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Json]:
         """All that the servers and this worker can say of themselves, as plain data.
 
         Servers that cannot be reached, and the progress that only they know, are left out.

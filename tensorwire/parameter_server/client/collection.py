@@ -6,11 +6,11 @@ and gradients have the bits of one :class:`Embedding` or :class:`EmbeddingBag` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import is_
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,12 +33,27 @@ from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.rows.device_memory import to_device
 
 
+class _Fetcher(Protocol):
+    def fetch_all(self, ids: Sequence[TableIds]) -> list[Tensor]: ...
+
+
+class _Source(Protocol):
+    @property
+    def rows(self) -> _Fetcher: ...
+
+
 class TableRows(Rows, Protocol):
     """The part of a table that collections need: a cluster's, or one that is followed."""
 
-    cluster: Any
-    kind: Any
     order: str
+
+    @property
+    def cluster(self) -> _Source:
+        """The source of its rows."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Tables of one kind are looked up together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +152,15 @@ class _Batch:
         slow: features that torch sums, by their places in the collection.
     """
 
-    given: list[Any]
-    versions: list[Any]
+    given: list[object]
+    versions: list[object]
     features: list[FeatureIds]
     ids: list[TableIds]
     places: list[Tensor]
     poolings: list[Pooling | None] = field(default_factory=list)
     slow: set[int] = field(default_factory=set)
 
-    def is_of(self, tensors: list[Any], versions: list[Any]) -> bool:
+    def is_of(self, tensors: list[object], versions: list[object]) -> bool:
         """True if it was made of just these tensors."""
         if self.versions != versions or len(self.given) != len(tensors):
             return False
@@ -161,21 +176,21 @@ class _Collection(Lookup):
         if not isinstance(features, Mapping) or not features:
             raise TypeError(f"{where}: features={features!r} must be a dict from features to "
                             "tables, with one at least")  # fmt: skip
-        found = {name: _feature(where, name, each, mode) for name, each in features.items()}
-        self.features = found
+        checked = {name: _feature(where, name, each, mode) for name, each in features.items()}
+        self.features = checked
         self.mode = mode
-        self._names = list(found)
-        self._weighted = [each.weighted for each in found.values()]
-        self._groups = _groups(list(found.values()))
+        self._names = list(checked)
+        self._weighted = [each.weighted for each in checked.values()]
+        self._groups = _groups(list(checked.values()))
         self.tables = [table for group in self._groups for table in group.tables]
-        clusters = {id(each.table.cluster) for each in found.values()}
+        clusters = {id(each.table.cluster) for each in checked.values()}
         if len(clusters) > 1:
             raise ValueError(f"{where}: tables are of several clusters; make a collection of each")
         for number, table in enumerate(self.tables):
             self.register_parameter(f"rows_{number}", table.gradient.parameter)
         self._batches: list[_Batch] = []
 
-    def wanted(self, ids: Any) -> list[TableIds]:
+    def wanted(self, ids: object) -> list[TableIds]:
         """The different ids that a forward pass with just this batch will fetch.
 
         Args:
@@ -193,7 +208,7 @@ class _Collection(Lookup):
     def _prepare(self, batch: _Batch) -> None:
         """Does what a backward pass will need."""
 
-    def _batch(self, ids: Any) -> _Batch:
+    def _batch(self, ids: object) -> _Batch:
         """The needs of just these ids, found before or now; those of batches before are dropped."""
         self.require_no_transform()
         tensors, versions = self._given(ids)
@@ -203,12 +218,12 @@ class _Collection(Lookup):
                 return batch
         return self._needs(ids, tensors, versions)
 
-    def _given(self, ids: Any) -> tuple[list[Any], list[Any]]:
+    def _given(self, ids: object) -> tuple[list[object], list[object]]:
         """The tensors of a batch, and their versions."""
         tensors = given(type(self).__name__, self._names, self._weighted, ids)
         return tensors, [_version(each) for each in tensors]
 
-    def _needs(self, ids: Any, tensors: list[Any], versions: list[Any]) -> _Batch:
+    def _needs(self, ids: object, tensors: list[object], versions: list[object]) -> _Batch:
         features = feature_ids(type(self).__name__, self._names, self._weighted, ids)
         batch = _Batch(tensors, versions, features, [], [])
         for group in self._groups:
@@ -220,7 +235,7 @@ class _Collection(Lookup):
 
     def _rows(self, batch: _Batch) -> list[Tensor]:
         """The rows of each group, where the ids are, with a gradient of their own."""
-        found = []
+        looked_up = []
         device = batch.features[0].ids.device
         own = self._parameters.values()  # of this copy of the module
         trained = {
@@ -236,15 +251,15 @@ class _Collection(Lookup):
                 if any(gradients):
                     rows.requires_grad_()
                     watch(gradients, ids, rows)
-            found.append(rows)
-        return found
+            looked_up.append(rows)
+        return looked_up
 
     def extra_repr(self) -> str:
         """Returns the text for ``print(model)``."""
         return ", ".join(f"{n}: {each.table.name!r}" for n, each in self.features.items())
 
 
-def _version(tensor: Any) -> Any:
+def _version(tensor: object) -> object:
     if isinstance(tensor, Tensor):
         version = version_of(tensor)
         return object() if version is None else version  # equal to nothing else
@@ -253,9 +268,9 @@ def _version(tensor: Any) -> Any:
     return tensor
 
 
-def _feature(where: str, name: str, found: Any, mode: str) -> Feature:
+def _feature(where: str, name: str, value: TableRows | Feature, mode: str) -> Feature:
     """A feature with a mode of its own."""
-    feature = found if isinstance(found, Feature) else Feature(found)
+    feature = value if isinstance(value, Feature) else Feature(value)
     if not isinstance(name, str):
         raise TypeError(f"{where}: the name of a feature must be a text, not {name!r}")
     if not hasattr(feature.table, "gradient"):
@@ -274,7 +289,7 @@ def _feature(where: str, name: str, found: Any, mode: str) -> Feature:
 
 
 def _groups(features: Sequence[Feature]) -> list[_Group]:
-    kinds: dict[Any, dict[str, list[int]]] = {}
+    kinds: dict[object, dict[str, list[int]]] = {}
     for place, feature in enumerate(features):
         kind = kinds.setdefault(feature.table.kind, {})
         kind.setdefault(feature.table.name, []).append(place)
@@ -325,7 +340,7 @@ class EmbeddingBagCollection(_Collection):
         self._dims = dims
         self._columns = [0, *accumulate(dims)]
 
-    def forward(self, features: Any) -> KeyedTensor:
+    def forward(self, features: object) -> KeyedTensor:
         """Returns a vector for each bag of each feature.
 
         Args:
@@ -390,14 +405,14 @@ class EmbeddingBagCollection(_Collection):
 
     def _one_by_one(self, batch: _Batch, rows: Sequence[Tensor]) -> dict[int, Tensor]:
         """The vectors of features that torch sums."""
-        found = {}
+        outputs = {}
         for group, places, own in zip(self._groups, batch.places, rows, strict=True):
             sizes = [batch.features[p].ids.numel() for p in group.features]
             for p, at in zip(group.features, places.split_with_sizes(sizes), strict=True):
                 if p in batch.slow:
                     mode = self._modes[p] or self.mode
-                    found[p] = _by_torch(batch.features[p], at, own, mode)
-        return found
+                    outputs[p] = _by_torch(batch.features[p], at, own, mode)
+        return outputs
 
 
 def _is_fast(ids: FeatureIds, mode: str | None) -> bool:
@@ -458,7 +473,7 @@ class EmbeddingCollection(_Collection):
                 raise ValueError(f"EmbeddingCollection: feature {name!r} has a mode or weights; "
                                  "only an EmbeddingBagCollection pools")  # fmt: skip
 
-    def forward(self, features: Any) -> KeyedTensor:
+    def forward(self, features: object) -> KeyedTensor:
         """Returns the rows of the ids of each feature.
 
         Args:
@@ -475,13 +490,13 @@ class EmbeddingCollection(_Collection):
         """
         batch = self._batch(features)
         rows = self._rows(batch)
-        found: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
         for group, places, own in zip(self._groups, batch.places, rows, strict=True):
             ids = [batch.features[p] for p in group.features]
             flat = _looked_up(group, ids, own, to_device(places, own.device))
             for p, each, looked_up in zip(group.features, ids, flat, strict=True):
-                found[p] = _shaped(each, looked_up)
-        return KeyedTensor(self._names, [found[p] for p in range(len(self._names))])
+                outputs[p] = _shaped(each, looked_up)
+        return KeyedTensor(self._names, [outputs[p] for p in range(len(self._names))])
 
 
 def _looked_up(

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rpc import extend
 from tensorwire.parameter_server import errors
@@ -24,6 +24,7 @@ from tensorwire.parameter_server.declarations.arguments import instance, number,
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.messaging.confirming import confirmed, known_view
 from tensorwire.parameter_server.messaging.settings import Meeting, settings_of
+from tensorwire.parameter_server.opaque import Json
 from tensorwire.parameter_server.snapshots.contents import Restored
 from tensorwire.parameter_server.snapshots.kept import Keeping
 from tensorwire.parameter_server.snapshots.published import saved_at
@@ -138,19 +139,19 @@ def unpickled(cluster: str, spec: TableSpec, cache: Cache | None) -> Table:
     """
     connected = extend.worker_state(_Connected, _Connected, _Connected.close)
     with connected.lock:
-        found = connected.clusters.get(cluster)
-    if found is None or found.session.is_closed:
+        client = connected.clusters.get(cluster)
+    if client is None or client.session.is_closed:
         raise errors.ParameterServerError(
             f"table {spec.name!r} of cluster {cluster!r} was pickled, which keeps no rows; call "
             f"ps.connect(..., name={cluster!r}) before you load it"
         )
-    return found.declared(spec, cache)
+    return client.declared(spec, cache)
 
 
 def _meet(
     worker: extend.Worker,
     name: str,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Json],
     backups: int,
     timeout: float,
 ) -> View:
@@ -200,7 +201,7 @@ def _beginning_with(view: View, restored: Restored, strict: bool) -> View:
     return views.beginning_with(view, snapshot, declared, restored.samplers)
 
 
-def _other_beginning(view: View, settings: Mapping[str, Any]) -> list[str]:
+def _other_beginning(view: View, settings: Mapping[str, Json]) -> list[str]:
     """Lists settings of a restore that the cluster did not begin with; its own snapshots count."""
     folder, strict = settings["restore"]
     began, was_strict = view.settings.get("restore", ["", True])
@@ -211,7 +212,7 @@ def _other_beginning(view: View, settings: Mapping[str, Any]) -> list[str]:
     return [] if strict == was_strict else [f"strict={was_strict}, not {strict}"]
 
 
-def _require_same(view: View, settings: Mapping[str, Any], backups: int) -> None:
+def _require_same(view: View, settings: Mapping[str, Json], backups: int) -> None:
     before = view.settings
     different = [
         f"{key}={before[key]!r}, not {settings[key]!r}"
@@ -232,13 +233,13 @@ def _require_same(view: View, settings: Mapping[str, Any], backups: int) -> None
         )
 
 
-def _are_same_servers(view: View, settings: Mapping[str, Any]) -> bool:
+def _are_same_servers(view: View, settings: Mapping[str, Json]) -> bool:
     if settings["role"]:  # whose workers may be others by now
         return all(server.is_of(settings["role"]) for server in view.servers)
     names = [list(view.settings["servers"]), [server.name for server in view.servers]]
     return settings["servers"] in names
 
 
-def list_of(value: Any) -> Any:
+def list_of(value: Json) -> Json:
     """A tuple as the list that it becomes in JSON."""
     return list(value) if isinstance(value, tuple) else value

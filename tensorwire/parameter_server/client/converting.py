@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.declarations.arguments import instance
 from tensorwire.parameter_server.declarations.initialisers import Initialiser, Normal, Uniform
 from tensorwire.parameter_server.declarations.rules import Rule
+from tensorwire.parameter_server.opaque import Untyped
 
 Only = Collection[str] | Callable[[str, nn.Module], bool] | None
 """Names of modules, or a predicate of name and module; None for all."""
@@ -50,7 +50,7 @@ def convert(
     only: Only = None,
     copy: bool = False,
     init: Initialiser | None = None,
-    **options: Any,
+    **options: Untyped,
 ) -> nn.Module:
     """Puts server tables in the place of a model's embeddings, so that servers keep their rows.
 
@@ -85,9 +85,9 @@ def convert(
     """
     instance("convert", "model", model, nn.Module, "a module")
     instance("convert", "cluster", cluster, Cluster, "a cluster of ps.connect()")
-    found = chosen("convert", model, only)
+    selected = chosen("convert", model, only)
     made: dict[int, Table] = {}
-    for name, module in found.items():
+    for name, module in selected.items():
         for local in local_tables(name, module):
             if id(local.weight) not in made:
                 rule = _rule_of(optimizer, local.name)
@@ -97,7 +97,7 @@ def convert(
                 made[id(local.weight)] = table
                 if copy:
                     table.fill(torch.arange(len(local.weight)), local.weight.detach())
-    for name, module in found.items():
+    for name, module in selected.items():
         remote = _remote(name, module, made)
         if not name:
             return remote
@@ -153,7 +153,7 @@ def _is_torchrecs(module: nn.Module) -> bool:
     )
 
 
-def local_tables(name: str, module: Any) -> Iterator[LocalTable]:
+def local_tables(name: str, module: Untyped) -> Iterator[LocalTable]:
     """The tables of an embedding of torch's, or of a collection of TorchRec's."""
     if not _is_torchrecs(module):
         for option in ("max_norm", "scale_grad_by_freq"):
@@ -169,7 +169,7 @@ def local_tables(name: str, module: Any) -> Iterator[LocalTable]:
         yield LocalTable(whole, weight, Uniform(scale, seed=_seed(whole)))
 
 
-def _table_name(name: str, config: Any) -> str:
+def _table_name(name: str, config: Untyped) -> str:
     return f"{name}.{config.name}" if name else str(config.name)
 
 
@@ -183,15 +183,15 @@ def _rule_of(rules: Rules, name: str) -> Rule:
             raise ValueError(f"convert: optimizer has no rule for table {name!r}; it has "
                              f"{', '.join(map(repr, rules))}")  # fmt: skip
         return rules[name]
-    found = rules(name) if callable(rules) else rules
-    instance("convert", "optimizer", found, Rule, "a rule such as ps.SGD(lr=0.1)")
-    return found
+    rule = rules(name) if callable(rules) else rules
+    instance("convert", "optimizer", rule, Rule, "a rule such as ps.SGD(lr=0.1)")
+    return rule
 
 
 # --- what takes its place
 
 
-def _remote(name: str, module: Any, tables: Mapping[int, Table]) -> nn.Module:
+def _remote(name: str, module: Untyped, tables: Mapping[int, Table]) -> nn.Module:
     if _is_torchrecs(module):
         return _collection(name, module, tables)
     table = tables[id(module.weight)]
@@ -206,7 +206,7 @@ def _remote(name: str, module: Any, tables: Mapping[int, Table]) -> nn.Module:
     return made
 
 
-def _collection(name: str, module: Any, tables: Mapping[int, Table]) -> nn.Module:
+def _collection(name: str, module: Untyped, tables: Mapping[int, Table]) -> nn.Module:
     features: dict[str, Table | Feature] = {}
     weighted = bool(module.is_weighted())
     for config in module.embedding_bag_configs():

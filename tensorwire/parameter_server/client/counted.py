@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tensorwire.parameter_server.decisions.files import Begun
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.declarations.arguments import whole
 from tensorwire.parameter_server.declarations.samplers import SamplerSpec
 from tensorwire.parameter_server.errors import DeclarationError
+from tensorwire.parameter_server.opaque import Json
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
@@ -81,7 +82,7 @@ class Counted:
         first, behind = self._window
         return behind - first
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Json]:
         """The declaration, and the batches of all trainers that are part of the state now.
 
         A checkpoint of a program needs it only to be sure: every snapshot of the cluster has the
@@ -98,7 +99,7 @@ class Counted:
         begun = [each.encode() for each in account.begun]
         return {"sampler": asdict(self.spec), "trained": trained, "begun": begun}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Json]) -> None:
         """Makes sure that the cluster is where it was, or further: changes nothing.
 
         Args:

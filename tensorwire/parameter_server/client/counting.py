@@ -33,9 +33,9 @@ class Counting:
 
     def begin(self, name: str, text: str) -> str:
         """Has the samples of a sampler counted; returns its description by the first to name it."""
-        found: str = self._session.servers.declare(orders.CountSamples(name, text))
+        declared: str = self._session.servers.declare(orders.CountSamples(name, text))
         self._session.refresh()
-        return found
+        return declared
 
     def account_of(self, sampler: str) -> Account:
         """The account of the samples of a sampler."""

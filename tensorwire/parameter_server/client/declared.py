@@ -57,10 +57,10 @@ class Declared:
         if keeping is not None:
             require_fit(name, keeping, spec)
         announced = orders.Announce(name, specs.encode(spec))
-        found = specs.decode(self._session.servers.declare(announced))
-        differences = spec.differences(found)
+        agreed = specs.decode(self._session.servers.declare(announced))
+        differences = spec.differences(agreed)
         if isinstance(spec, DenseSpec) and not differences and self._steps_together:
-            differences = spec.other_steps(found)
+            differences = spec.other_steps(agreed)
         if differences:
             raise errors.DeclarationError(
                 f"{name!r} was declared otherwise before: {'; '.join(differences)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class DenseGroup:
         """The gradients of all parameters as they are now."""
         return [parameter.grad for parameter in self.parameters]
 
-    def hyper(self) -> tuple[Mapping[str, Any], ...]:
+    def hyper(self) -> tuple[Mapping[str, object], ...]:
         """The hyper-parameters of each group as they are now."""
         return tuple(hyper_of(group) for group in self.optimizer.param_groups)
 
@@ -85,8 +85,8 @@ class DenseGroup:
             self._require_kept(each)
         if any(self._seen[each] != self._counted(each) for each in places):
             return True
-        found = self._digests.now(places)
-        return any(found[each] != self._digested[each] for each in places)
+        digests = self._digests.now(places)
+        return any(digests[each] != self._digested[each] for each in places)
 
     def _require_kept(self, place: int) -> None:
         parameter = self.parameters[place]
@@ -121,7 +121,7 @@ class DenseGroup:
             data[place] = PieceData(value, {} if keeps_state else self._state_of(piece))
         return Values(self.name, self.cluster.number, data, keeps_state)
 
-    def _state_of(self, piece: Piece) -> dict[str, Any]:
+    def _state_of(self, piece: Piece) -> dict[str, object]:
         state = self.optimizer.state.get(self.parameters[piece.parameter], {})
         cut = split_state(self.spec, piece, state)
         return {key: v.to("cpu") if isinstance(v, Tensor) else v for key, v in cut.items()}
@@ -139,17 +139,17 @@ class DenseGroup:
         )
         self._remember()
 
-    def state(self) -> dict[int, dict[str, Any]]:
+    def state(self) -> dict[int, dict[str, object]]:
         """The servers' state of the optimizer, by the number of the parameter."""
         answers = self.cluster.session.servers.ask_heads(
             lambda shard: messages.Getting(shard, self.name)
         )
-        found: dict[int, PieceData] = {}
+        by_place: dict[int, PieceData] = {}
         for each in answers:
-            found.update(each)
-        pieces: dict[int, list[tuple[Piece, Mapping[str, Any]]]] = {}
+            by_place.update(each)
+        pieces: dict[int, list[tuple[Piece, Mapping[str, object]]]] = {}
         for place, piece in enumerate(self.spec.pieces):
-            pieces.setdefault(piece.parameter, []).append((piece, found[place].state))
+            pieces.setdefault(piece.parameter, []).append((piece, by_place[place].state))
         return {
             parameter: whole_state(self.spec, parameter, mine)
             for parameter, mine in pieces.items()

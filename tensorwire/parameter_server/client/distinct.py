@@ -69,5 +69,5 @@ def distinct_many(ids: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, tu
     ends = np.array(list(accumulate(sizes)), np.int64)
     scratch = _scratch.of(max(sizes, default=0))
     count = kernels().dedup_many(scratch, flat, ends, unique, places, counts)
-    found = torch.from_numpy(unique[:count].copy())
-    return found, torch.from_numpy(places), tuple(counts.tolist())
+    ids_once = torch.from_numpy(unique[:count].copy())
+    return ids_once, torch.from_numpy(places), tuple(counts.tolist())

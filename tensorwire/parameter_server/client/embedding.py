@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from tensorwire.parameter_server.client.features import packed
 from tensorwire.parameter_server.client.gradient import RowGradient, watch
 from tensorwire.parameter_server.client.lookup import spread
 from tensorwire.parameter_server.messaging.messages import TableIds
+from tensorwire.parameter_server.opaque import AnyTable, Untyped
 from tensorwire.parameter_server.rows.device_memory import to_device
 
 MODES: Final = ("sum", "mean", "max")
@@ -70,10 +71,10 @@ class Lookup(nn.Module):
         batches_known: batches whose ids may be known before they are looked up, this one included.
     """
 
-    tables: list[Any]
+    tables: list[AnyTable]
     batches_known: int = KNOWN
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         """Has ``torch.compile`` leave the lookup to Python, as it leaves other messages."""
         super().__init_subclass__(**options)
         if "forward" in vars(cls):  # as ``torch.compiler.disable``, which imports the compiler now
@@ -92,7 +93,7 @@ class Lookup(nn.Module):
                 "a function of what comes"
             )
 
-    def wanted(self, ids: Any) -> Sequence[TableIds]:
+    def wanted(self, ids: Untyped) -> Sequence[TableIds]:
         """The different ids that a forward pass with just this batch will fetch.
 
         Args:
@@ -100,7 +101,7 @@ class Lookup(nn.Module):
         """
         raise NotImplementedError
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         """Raises an error that says where the weight is that modules of torch have."""
         if name == "weight":
             raise AttributeError(
@@ -109,15 +110,15 @@ class Lookup(nn.Module):
             )
         return super().__getattr__(name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Makes copies and pickles share the tables; rows stay at the servers."""
-        left: dict[str, list[Any]] = {"_unique": [], "_batches": []}
+        left: dict[str, list[object]] = {"_unique": [], "_batches": []}
         return {name: left.get(name, value) for name, value in vars(self).items()}
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
         """Saves nothing: rows are saved by ``cluster.snapshot``."""
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         """Loads nothing: rows are on the servers."""
 
 
@@ -162,9 +163,9 @@ class _Module(Lookup):
             ids: as they will be given to :meth:`forward`. The work is not done again there.
         """
         ids = self._checked(ids)
-        found = _unique_ids(ids, self.padding_idx, self._is_ordered)
-        self._unique = [*self._unique[1 - self.batches_known :], found]
-        return found.unique
+        latest = _unique_ids(ids, self.padding_idx, self._is_ordered)
+        self._unique = [*self._unique[1 - self.batches_known :], latest]
+        return latest.unique
 
     def _checked(self, ids: Tensor) -> Tensor:
         """The ids as one strided tensor.
@@ -181,15 +182,15 @@ class _Module(Lookup):
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, the place of each id among them, and the place of padding."""
         self.require_no_transform()
-        found = self._take_unique(ids)
-        rows = to_device(self.table.fetch(found.unique), ids.device)
+        wanted = self._take_unique(ids)
+        rows = to_device(self.table.fetch(wanted.unique), ids.device)
         if torch.is_grad_enabled() and self.rows.requires_grad:
             rows.requires_grad_()
-            unique = TableIds((self.table.name,), (len(rows),), found.unique)
+            unique = TableIds((self.table.name,), (len(rows),), wanted.unique)
             watch([self.table.gradient], unique, rows)
         rows = rows.to(self.rows.dtype)  # another one after ``model.half()``
-        places = to_device(found.inverse, ids.device)
-        where = found.padding if len(rows) else 0  # torch wants a row, even for no id at all
+        places = to_device(wanted.inverse, ids.device)
+        where = wanted.padding if len(rows) else 0  # torch wants a row, even for no id at all
         if where is None:
             return rows, places, None
         zeros = rows.new_zeros(1, rows.shape[1])
@@ -197,10 +198,10 @@ class _Module(Lookup):
 
     def _take_unique(self, ids: Tensor) -> _UniqueIds:
         """The unique ids of just this tensor, found before or now."""
-        for place, found in enumerate(self._unique):
-            if found.is_of(ids):
+        for place, known in enumerate(self._unique):
+            if known.is_of(ids):
                 self._unique = self._unique[place + 1 :]
-                return found
+                return known
         return _unique_ids(ids, self.padding_idx, self._is_ordered)
 
     def extra_repr(self) -> str:
@@ -224,11 +225,11 @@ def version_of(tensor: Tensor) -> int | None:
 
 def _unique_ids(ids: Tensor, padding_idx: int | None, ordered: bool) -> _UniqueIds:
     unique, inverse = in_order(*distinct(ids.long())) if ordered else distinct(ids.long())
-    found = [] if padding_idx is None else torch.nonzero(unique == padding_idx).flatten().tolist()
-    if not found:
+    padding = [] if padding_idx is None else torch.nonzero(unique == padding_idx).flatten().tolist()
+    if not padding:
         return _UniqueIds(ids, version_of(ids), unique, inverse, None)
-    others = torch.cat((unique[: found[0]], unique[found[0] + 1 :]))
-    return _UniqueIds(ids, version_of(ids), others, inverse, found[0])
+    others = torch.cat((unique[: padding[0]], unique[padding[0] + 1 :]))
+    return _UniqueIds(ids, version_of(ids), others, inverse, padding[0])
 
 
 class Embedding(_Module):
@@ -261,10 +262,10 @@ class Embedding(_Module):
         """
         rows, places, padding = self._fetch(self._checked(ids))
         if padding is None:
-            found = spread(rows, places)
+            output = spread(rows, places)
         else:
-            found = functional.embedding(places, rows, padding_idx=padding)
-        return _nested_like(found, ids) if ids.is_nested else found
+            output = functional.embedding(places, rows, padding_idx=padding)
+        return _nested_like(output, ids) if ids.is_nested else output
 
 
 def _nested_like(values: Tensor, ids: Tensor) -> Tensor:
@@ -355,5 +356,5 @@ class EmbeddingBag(_Module):
 def tables_of(model: nn.Module) -> list[Rows]:
     """The tables that the modules of a model look rows up in, each once."""
     modules = [each for each in model.modules() if isinstance(each, Lookup)]
-    found: Sequence[Rows] = [table for each in modules for table in each.tables]
-    return list({id(table): table for table in found}.values())
+    every: Sequence[Rows] = [table for each in modules for table in each.tables]
+    return list({id(table): table for table in every}.values())

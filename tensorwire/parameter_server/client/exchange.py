@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tensorwire.parameter_server.decisions.samples import Batches
     from tensorwire.parameter_server.decisions.views import Server
     from tensorwire.parameter_server.messaging.messages import DensePush, Rows, TableIds
+
+
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True)
@@ -219,20 +222,20 @@ class Answer:
     times: tuple[int, int] = (0, 0)
 
 
-class Exchanging:
+class Exchanging(Generic[Outcome]):
     """An exchange that is under way.
 
     Args:
         finish: waits and puts the answer together.
     """
 
-    def __init__(self, finish: Callable[[float | None], Any]) -> None:
+    def __init__(self, finish: Callable[[float | None], Outcome]) -> None:
         self._finish = finish
         self._lock = threading.Lock()
         self._done = False
-        self._pulled: Any = None
+        self._outcome: Outcome
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> Outcome:
         """Waits until all servers have answered.
 
         Args:
@@ -247,6 +250,6 @@ class Exchanging:
         """
         with self._lock:
             if not self._done:
-                self._pulled = self._finish(timeout)
+                self._outcome = self._finish(timeout)
                 self._done = True
-        return self._pulled
+        return self._outcome

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from tensorwire.parameter_server.opaque import Untyped
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,9 @@ class FeatureIds:
         return torch.full((self.batch,), self.each or 0)
 
 
-def given(where: str, names: Sequence[str], weighted: Sequence[bool], batch: Any) -> list[Any]:
+def given(
+    where: str, names: Sequence[str], weighted: Sequence[bool], batch: Untyped
+) -> list[Untyped]:
     """The tensors that a batch consists of, by which it is known again.
 
     Args:
@@ -71,12 +74,12 @@ def given(where: str, names: Sequence[str], weighted: Sequence[bool], batch: Any
     return [tuple(batch.keys()), batch.values(), batch.lengths(), weights]
 
 
-def _is_keyed_jagged(batch: Any) -> bool:
+def _is_keyed_jagged(batch: Untyped) -> bool:
     return all(callable(getattr(batch, name, None)) for name in ("keys", "values", "lengths"))
 
 
 def feature_ids(
-    where: str, names: Sequence[str], weighted: Sequence[bool], batch: Any
+    where: str, names: Sequence[str], weighted: Sequence[bool], batch: Untyped
 ) -> list[FeatureIds]:
     """The ids of each feature.
 
@@ -93,23 +96,27 @@ def feature_ids(
     """
     parts = given(where, names, weighted, batch)
     if isinstance(batch, Mapping):
-        found = [
+        features = [
             _from_tensor(where, name, each, has_weights)
             for name, each, has_weights in zip(names, parts, weighted, strict=True)
         ]
     else:
-        found = _from_keyed_jagged(where, names, weighted, parts)
-    wrong = [name for name, each in zip(names, found, strict=True) if each.batch != found[0].batch]
+        features = _from_keyed_jagged(where, names, weighted, parts)
+    wrong = [
+        name for name, each in zip(names, features, strict=True) if each.batch != features[0].batch
+    ]
     if wrong:
-        other = next(each.batch for name, each in zip(names, found, strict=True) if name in wrong)
+        other = next(
+            each.batch for name, each in zip(names, features, strict=True) if name in wrong
+        )
         raise ValueError(
             f"{where}: feature {wrong[0]!r} has {other} bags, and {names[0]!r} has "
-            f"{found[0].batch}; all features of a batch need as many"
+            f"{features[0].batch}; all features of a batch need as many"
         )
-    return found
+    return features
 
 
-def _from_tensor(where: str, name: str, ids: Any, weighted: bool) -> FeatureIds:
+def _from_tensor(where: str, name: str, ids: Untyped, weighted: bool) -> FeatureIds:
     weights = None
     if weighted:
         if not isinstance(ids, tuple) or len(ids) != 2:
@@ -137,13 +144,13 @@ def _from_tensor(where: str, name: str, ids: Any, weighted: bool) -> FeatureIds:
     return FeatureIds(ids.reshape(-1).long(), ids.shape[1], None, ids.shape[0], flat)
 
 
-def _require_factors(where: str, name: str, weights: Any) -> None:
+def _require_factors(where: str, name: str, weights: object) -> None:
     if not isinstance(weights, Tensor) or weights.dtype != torch.float32:
         kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
         raise TypeError(f"{where}: feature {name!r}: weights must be a float32 tensor, not {kind}")
 
 
-def packed(where: str, ids: Any) -> Any:
+def packed(where: str, ids: Untyped) -> Untyped:
     """A nested tensor as one without gaps between its parts, which ``narrow`` leaves.
 
     Args:
@@ -159,7 +166,7 @@ def packed(where: str, ids: Any) -> Any:
     return ids if ids.lengths() is None else ids.contiguous()
 
 
-def _from_nested(where: str, name: str, ids: Any, weights: Any) -> FeatureIds:
+def _from_nested(where: str, name: str, ids: Untyped, weights: Untyped) -> FeatureIds:
     whose = f"{where}: feature {name!r}"
     ids = packed(whose, ids)
     values, offsets = ids.values().long(), ids.offsets()
@@ -179,7 +186,7 @@ def _from_nested(where: str, name: str, ids: Any, weights: Any) -> FeatureIds:
 
 
 def _from_keyed_jagged(
-    where: str, names: Sequence[str], weighted: Sequence[bool], parts: Sequence[Any]
+    where: str, names: Sequence[str], weighted: Sequence[bool], parts: Sequence[Untyped]
 ) -> list[FeatureIds]:
     keys, values, lengths, weights = parts
     if missing := [name for name in names if name not in keys]:
@@ -207,15 +214,15 @@ def _from_keyed_jagged(
     factors = None if weights is None else weights.split_with_sizes(counts)
     batch = by_key.shape[1]
     even = _all_alike(by_key)
-    found = []
+    features = []
     for name, has_weights in zip(names, weighted, strict=True):
         at = place[name]
         own = factors[at] if has_weights and factors is not None else None
         each = counts[at] // batch if even and batch else None
-        found.append(
+        features.append(
             FeatureIds(ids[at], each, None if each is not None else by_key[at], batch, own)
         )
-    return found
+    return features
 
 
 def _all_alike(lengths: Tensor) -> bool:

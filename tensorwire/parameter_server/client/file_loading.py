@@ -11,13 +11,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from tensorwire.parameter_server.client.file_reading import FileToRead, Mark, Marking, Reading
 from tensorwire.parameter_server.client.positions import decode_position, encode_position
 from tensorwire.parameter_server.declarations.arguments import instance
+from tensorwire.parameter_server.opaque import UserValue
 
 _AT_ONCE: Final = 64
 """Files that are given to a ``DataLoader`` before it begins anew."""
@@ -27,10 +28,10 @@ _AT_ONCE: Final = 64
 class Stateful(Protocol):
     """A loader that can tell where it is, and go on from there."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """Returns the place that it has reached."""
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: object) -> None:
         """Makes the next ``iter`` go on from there."""
 
 
@@ -54,7 +55,7 @@ class FileLoader(ABC):
         self._offer = offer
 
     @abstractmethod
-    def read(self, files: tuple[FileToRead, ...]) -> Iterator[tuple[Any, tuple[Mark, ...]]]:
+    def read(self, files: tuple[FileToRead, ...]) -> Iterator[tuple[UserValue, tuple[Mark, ...]]]:
         """Yields the batches of some files, and the places that they reach."""
 
 
@@ -70,13 +71,13 @@ class ByWorkers(FileLoader):
     at_once = _AT_ONCE
 
     def __init__(
-        self, sampler: str, offer: Callable[[Reading], object], loader: DataLoader[Any]
+        self, sampler: str, offer: Callable[[Reading], object], loader: DataLoader[object]
     ) -> None:
         super().__init__(sampler, offer)
         self._loader = loader
         self.least = max(1, loader.num_workers)
 
-    def read(self, files: tuple[FileToRead, ...]) -> Iterator[tuple[Any, tuple[Mark, ...]]]:
+    def read(self, files: tuple[FileToRead, ...]) -> Iterator[tuple[UserValue, tuple[Mark, ...]]]:
         """See :class:`FileLoader`."""
         reading, collate = Reading(files, self._sampler), self._loader.collate_fn
         self._offer(reading)
@@ -99,12 +100,12 @@ class ByState(FileLoader):
     """
 
     def __init__(
-        self, sampler: str, offer: Callable[[Reading], object], loader: Iterable[Any]
+        self, sampler: str, offer: Callable[[Reading], object], loader: Iterable[object]
     ) -> None:
         super().__init__(sampler, offer)
         self._loader = loader
 
-    def read(self, files: tuple[FileToRead, ...]) -> Iterator[tuple[Any, tuple[Mark, ...]]]:
+    def read(self, files: tuple[FileToRead, ...]) -> Iterator[tuple[UserValue, tuple[Mark, ...]]]:
         """See :class:`FileLoader`."""
         (file,) = files
         assert isinstance(self._loader, Stateful)
@@ -117,7 +118,7 @@ class ByState(FileLoader):
 
 
 def file_loader(
-    loader: Iterable[Any], sampler: str, offer: Callable[[Reading], object]
+    loader: Iterable[object], sampler: str, offer: Callable[[Reading], object]
 ) -> FileLoader:
     """The kind that fits a loader.
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from numbers import Real
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.utils.data import get_worker_info
 
 from tensorwire.parameter_server.client.positions import decode_position, encode_position
+from tensorwire.parameter_server.opaque import UserValue
 
 Record = TypeVar("Record")
 
@@ -36,7 +37,7 @@ class FileToRead:
 
     number: int
     epoch: int
-    source: Any
+    source: UserValue
     position: bytes | None
 
 
@@ -60,7 +61,7 @@ class File:
         return f"File({self.source!r}, epoch={self.epoch}, position={self._position!r})"
 
     @property
-    def position(self) -> Any:
+    def position(self) -> UserValue:
         """The place from which to read on: None at the beginning, else what was set last.
 
         Set it before each record is yielded, to the place behind that record. Plain data of at
@@ -73,7 +74,7 @@ class File:
         return self._position
 
     @position.setter
-    def position(self, position: Any) -> None:
+    def position(self, position: UserValue) -> None:
         if self._is_over:
             raise RuntimeError(
                 f"samples: file {self.source!r} is another trainer's, or done: the data set has "
@@ -173,10 +174,10 @@ class Marking:
         collate: the loader's own.
     """
 
-    def __init__(self, reading: Reading, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, reading: Reading, collate: Callable[[UserValue], UserValue]) -> None:
         self._reading = reading
         self._collate = collate
 
-    def __call__(self, records: Any) -> tuple[Any, tuple[Mark, ...]]:
+    def __call__(self, records: UserValue) -> tuple[UserValue, tuple[Mark, ...]]:
         """The batch of some records, and where it ends in its files."""
         return self._collate(records), self._reading.marks()

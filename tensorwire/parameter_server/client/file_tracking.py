@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tensorwire.parameter_server.client.assignment import Assignment
 from tensorwire.parameter_server.client.file_loading import FileLoader
 from tensorwire.parameter_server.client.file_reading import FileToRead, Mark
 from tensorwire.parameter_server.client.tracking import Ticket, Tracked
 from tensorwire.parameter_server.decisions.files import Part
+from tensorwire.parameter_server.opaque import UserValue
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
 
-Source = Callable[[int], "tuple[int, Any]"]
+Source = Callable[[int], tuple[int, UserValue]]
 """The epoch of a file, and the file, by its number."""
 
 
@@ -82,7 +83,7 @@ class TrackedFiles(Tracked):
 
     # --- what the loader has read
 
-    def next_batch(self) -> tuple[Any, Ticket]:
+    def next_batch(self) -> tuple[UserValue, Ticket]:
         """See :class:`Tracked`."""
         while True:
             if self._batches is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Files(Counted):
     """
 
     def __init__(
-        self, cluster: Cluster, spec: SamplerSpec, sources: Sequence[Any], rank: int = 0
+        self, cluster: Cluster, spec: SamplerSpec, sources: Sequence[object], rank: int = 0
     ) -> None:
         super().__init__(cluster, spec, rank)
         self._sources = sources
@@ -57,7 +57,7 @@ class Files(Counted):
         """
         return iter(self._offered())
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickles what a loader's worker process needs: only the files that it is to read."""
         return _same, (self._offered(),)
 
@@ -69,7 +69,7 @@ class Files(Counted):
             )
         return self._reading
 
-    def track(self, loader: Iterable[Any]) -> Tracked:
+    def track(self, loader: Iterable[object]) -> Tracked:
         """The batches of a loader, each of which counts as trained with the next push.
 
         Yields this trainer's batches until all files are trained, those of trainers that died
@@ -101,7 +101,7 @@ class Files(Counted):
     def _offer(self, reading: Reading) -> None:
         self._reading = reading
 
-    def _source(self, number: int) -> tuple[int, Any]:
+    def _source(self, number: int) -> tuple[int, object]:
         """The epoch of a file, and the file."""
         epoch, place, _ = self.spec.place_of(number)
         if self.spec.shuffle:

@@ -73,8 +73,8 @@ def most_servers(role: str, names: Sequence[str]) -> int:
 
 def role_members(role: str) -> list[str]:
     """The names of the workers of a role that are in the group now, by number."""
-    found = [each.name for each in rpc.workers(f"{role}:") if Server(each.name, 0).is_of(role)]
-    return sorted(found, key=_number)
+    members = [each.name for each in rpc.workers(f"{role}:") if Server(each.name, 0).is_of(role)]
+    return sorted(members, key=_number)
 
 
 def _number(name: str) -> int:
@@ -83,11 +83,11 @@ def _number(name: str) -> int:
 
 def those_there(role: str) -> list[Server]:
     """The present lives of the workers of a role that answer."""
-    found = []
+    servers = []
     for name in role_members(role):
         with contextlib.suppress(rpc.RpcError):  # it leaves just now
-            found.append(_asked(name, _SECONDS_TO_ANSWER))
-    return found
+            servers.append(_asked(name, _SECONDS_TO_ANSWER))
+    return servers
 
 
 def worker_names(where: str, servers: Sequence[str]) -> list[str]:

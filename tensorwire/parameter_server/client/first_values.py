@@ -25,7 +25,9 @@ def begin(group: DenseGroup) -> None:
     news, asked = cluster.session.news, set()
     while True:
         seen = news.count
-        values = cluster.exchange(None, PullRequest(dense=(group.name,))).wait().dense[group.name]
+        pulled = cluster.exchange(None, PullRequest(dense=(group.name,))).wait()
+        assert pulled is not None
+        values = pulled.dense[group.name]
         if values is not None:
             group.accept(values)
             return
@@ -49,11 +51,11 @@ def _loader(group: DenseGroup) -> Server | None:
     meeting = Meeting(session.worker)
     key = f"{session.cluster}/{group.name}/{session.view.generation}"
     me = f"{session.client.name}\n{session.client.incarnation}"
-    found = meeting.claim(key, None, me)
-    if found == me or found is None:
+    claimer = meeting.claim(key, None, me)
+    if claimer == me or claimer is None:
         return None
-    name, _, incarnation = found.partition("\n")
+    name, _, incarnation = claimer.partition("\n")
     loader = Server(name, int(incarnation))
     if verdict_on(session.worker, loader) is not Verdict.OVER:
         return loader
-    return None if meeting.claim(key, found, me) == me else loader
+    return None if meeting.claim(key, claimer, me) == me else loader

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from tensorwire.parameter_server.client.distinct import distinct
 from tensorwire.parameter_server.client.exchange import StepGradient
 from tensorwire.parameter_server.messaging.messages import TableIds
+from tensorwire.parameter_server.opaque import AnyTable, Function, Untyped
 
 _SEEN: Final = frozenset(
     """
@@ -31,6 +32,14 @@ _SEEN: Final = frozenset(
     """.split()  # noqa: SIM905
 )
 """Functions that only look at a parameter, or bring it elsewhere."""
+
+
+class _Function(Protocol):
+    """A function of torch."""
+
+    __name__: str
+
+    def __call__(self, *args: object, **kwargs: object) -> object: ...
 
 
 class StandIn(nn.Parameter):
@@ -71,25 +80,26 @@ class StandIn(nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """Registers a hook, called with this when a gradient has been added."""
-        return _hooked(self.gradient.later_hooks, functools.partial(hook, self))
+        bound: Callable[[], object] = functools.partial(hook, self)
+        return _hooked(self.gradient.later_hooks, bound)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+    def __deepcopy__(self, memo: dict[int, object]) -> StandIn:
         """Makes a copy that stands for the same rows, and is frozen by itself."""
         made = memo[id(self)] = StandIn(self.gradient, self.requires_grad)
         return made
 
-    def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce_ex__(self, _: object) -> tuple[Function, tuple[object, ...]]:
         is_first = self is self.gradient.parameter
         return _rows_of, (self.gradient.table, is_first, self.requires_grad)
 
     @classmethod
     def __torch_function__(
         cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        func: _Function,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Refuses to compute with rows that are not here."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -124,7 +134,7 @@ class RowGradient:
         later_hooks: called when one has been added.
     """
 
-    def __init__(self, dim: int, table: Any = None) -> None:
+    def __init__(self, dim: int, table: AnyTable = None) -> None:
         self._no_ids = torch.empty(0, dtype=torch.int64)
         self.dim = dim
         self.table = table
@@ -237,7 +247,7 @@ def watch(gradients: Sequence[RowGradient | None], ids: TableIds, rows: Tensor) 
         ids: of the rows.
         rows: a leaf that requires a gradient, with a row for each id.
     """
-    leaf: Any = rows
+    leaf: Untyped = rows
     leaf.register_post_accumulate_grad_hook(functools.partial(_arrive, gradients, ids))
 
 
@@ -256,7 +266,7 @@ def _arrive(gradients: Sequence[RowGradient | None], ids: TableIds, rows: Tensor
 
 def gathered(tables: Iterable[HasGradient]) -> list[StepGradient]:
     """The gradients of tables: those of several that arrived together, and all others."""
-    found: list[StepGradient] = []
+    gradients: list[StepGradient] = []
     parts: dict[int, list[HasGradient]] = {}
     for table in tables:
         gradient = table.gradient
@@ -266,12 +276,12 @@ def gathered(tables: Iterable[HasGradient]) -> list[StepGradient]:
         if gradient.whole is not None and grad is gradient.part:
             parts.setdefault(id(gradient.whole), []).append(table)
         else:
-            found.append(_alone(table))
+            gradients.append(_alone(table))
     for some in parts.values():
         whole = some[0].gradient.whole
         assert whole is not None
-        found += [whole] if len(some) == len(whole.ids.tables) else [_alone(t) for t in some]
-    return found
+        gradients += [whole] if len(some) == len(whole.ids.tables) else [_alone(t) for t in some]
+    return gradients
 
 
 def _alone(table: HasGradient) -> StepGradient:
@@ -280,19 +290,22 @@ def _alone(table: HasGradient) -> StepGradient:
     return StepGradient(TableIds((table.name,), (len(ids),), ids), grad)
 
 
-def _rows_of(table: Any, is_first: bool, requires_grad: bool) -> StandIn:
+def _rows_of(table: HasGradient, is_first: bool, requires_grad: bool) -> StandIn:
     """Rebuilds a pickled parameter, in another process or later."""
-    found: StandIn = table.gradient.parameter
-    return found if is_first else StandIn(table.gradient, requires_grad)
+    parameter = table.gradient.parameter
+    return parameter if is_first else StandIn(table.gradient, requires_grad)
 
 
-def _hooked(hooks: dict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
+_Hook = TypeVar("_Hook")
+
+
+def _hooked(hooks: dict[int, _Hook], hook: _Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
 
 
-def _rows_in(value: Any) -> Iterator[StandIn]:
+def _rows_in(value: object) -> Iterator[StandIn]:
     if isinstance(value, StandIn):
         yield value
     elif isinstance(value, Mapping):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class KeptRows:
     def __init__(self, tables: tuple[str, ...], dim: int) -> None:
         self._tables = tables
         self.dim = dim
-        self._k: Any = kernels()
+        self._k: ModuleType = kernels()
         self._ids = np.empty(0, np.int64)
         self._places = np.empty(0, np.int64)
         self._sizes = np.zeros(len(tables), np.int64)
@@ -60,15 +60,15 @@ class KeptRows:
         unique, inverse, counts = self._distinct(
             np.concatenate((before, given))[order], self._sizes + sizes
         )
-        found = np.empty_like(inverse)
-        found[order] = inverse
+        positions = np.empty_like(inverse)
+        positions[order] = inverse
         places = np.full(len(unique), -1, np.int64)
-        places[found[: len(before)]] = self._places
+        places[positions[: len(before)]] = self._places
         new = np.flatnonzero(places < 0)
         places[new] = self._take_free(len(new))
         self._known[places[new]] = UNKNOWN
         self._ids, self._places, self._sizes = unique, places, counts
-        mine = places[found[len(before) :]]
+        mine = places[positions[len(before) :]]
         self._users[mine] += 1
         return mine
 
@@ -126,10 +126,10 @@ class KeptRows:
             places: of the rows.
             pull: the one beside a step whose answer is under way; 0 for none.
         """
-        found = self._known[places]
+        known = self._known[places]
         if pull:
-            found[self._pulls[places] == pull] = UNDER_WAY
-        return found
+            known[self._pulls[places] == pull] = UNDER_WAY
+        return known
 
     def ask(self, places: Ints, pull: int) -> None:
         """Notes that rows are asked for beside a step, by the pull of this number."""

@@ -165,7 +165,8 @@ class Lookahead:
     def _fetched_anew(self, asked: _Batch) -> Answer:
         self.forget()
         ids, known = [wish.ids for wish in asked], [self._known(wish) for wish in asked]
-        answer: Answer = self._cluster.stepper.send(None, ids, known=known).wait()
+        answer = self._cluster.stepper.send(None, ids, known=known).wait()
+        assert answer is not None
         return answer
 
     def use_the_wait(self, then: Callable[[], object] | None) -> None:
@@ -188,12 +189,12 @@ class Lookahead:
     def _lacking(self) -> _Batch:
         if len(self._coming) < 2:
             return []
-        found, pull = [], 0 if self._due is None else self._due.number
+        wishes, pull = [], 0 if self._due is None else self._due.number
         for kept in self._kept.values():
             ids, places = kept.lacking([_places(batch, kept) for batch in self._coming], pull)
             if len(places):
-                found.append(_Wish(ids, kept, places))
-        return found
+                wishes.append(_Wish(ids, kept, places))
+        return wishes
 
     def _take_in_due(self) -> bool:
         """Waits for what was asked for beside the step before.
@@ -221,8 +222,8 @@ class Lookahead:
 
 def _places(batch: _Batch, kept: KeptRows) -> Ints:
     """The places of a batch's rows that are kept there."""
-    found = [wish.places for wish in batch if wish.kept is kept]
-    return found[0] if found else np.empty(0, np.int64)
+    matching = [wish.places for wish in batch if wish.kept is kept]
+    return matching[0] if matching else np.empty(0, np.int64)
 
 
 def _lives_of(answer: Answer) -> dict[int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.kernels.arrays import Array
 from tensorwire.parameter_server.kernels.sharing import divide, share_out, shares_of
 
 
@@ -29,18 +31,27 @@ def spread(rows: Tensor, places: Tensor) -> Tensor:
     return functional.embedding(places, rows)
 
 
+class _Context(Protocol):
+    """The context of ``_Spread``."""
+
+    count: int
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _Spread(torch.autograd.Function):
     """``spread`` with its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: _Context, rows: Tensor, places: Tensor) -> Tensor:
         """See :func:`spread`."""
         ctx.save_for_backward(places)
         ctx.count = len(rows)
         return _looked_up(rows, places)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None]:
         """The sum of the gradients of each row's places."""
         (places,) = ctx.saved_tensors
         (grad,) = grads
@@ -55,11 +66,11 @@ def _looked_up(rows: Tensor, places: Tensor) -> Tensor:
     dim, k = rows.shape[1], kernels()
     if k.NAME != "numba" or not dim:
         return functional.embedding(places, rows)
-    found = torch.empty(*places.shape, dim)
+    output = torch.empty(*places.shape, dim)
     source, where = rows.detach().numpy(), np.ascontiguousarray(places.reshape(-1).numpy())
-    out = found.view(-1, dim).numpy()
+    out = output.view(-1, dim).numpy()
     divide(len(where), out.nbytes, lambda a, b: k.gather(source, where[a:b], out[a:b]))
-    return found
+    return output
 
 
 def summed(grad: Tensor, places: Tensor, count: int) -> Tensor:
@@ -84,5 +95,5 @@ def summed(grad: Tensor, places: Tensor, count: int) -> Tensor:
     return total
 
 
-def _sums(k: Any, arrays: tuple[Any, ...], part: int, parts: int) -> Callable[[], None]:
+def _sums(k: ModuleType, arrays: tuple[Array, ...], part: int, parts: int) -> Callable[[], None]:
     return lambda: k.share_of_sums(*arrays, part, parts)

@@ -6,7 +6,6 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from tensorwire.parameter_server.client.gradient import StandIn, gathered
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.declarations.arguments import instance
 from tensorwire.parameter_server.messaging.messages import TableIds
+from tensorwire.parameter_server.opaque import OptimizerMaker, OptimizerValue, Untyped, UserValue
 from tensorwire.parameter_server.rows.device_memory import to_host
 
 
@@ -85,12 +85,12 @@ class Optimizer(torch.optim.Optimizer):
         self,
         cluster: Cluster,
         model: nn.Module | None = None,
-        dense: Callable[..., torch.optim.Optimizer] | None = None,
+        dense: OptimizerMaker | None = None,
         *,
         tables: Iterable[Table] = (),
         name: str = "model",
         pushing: Pushing = Pushing.STEP,
-        **hyper: Any,
+        **hyper: OptimizerValue,
     ) -> None:
         instance("ps.Optimizer", "model", model, (nn.Module, type(None)), "a module or None")
         if dense is not None and not callable(dense):
@@ -100,12 +100,12 @@ class Optimizer(torch.optim.Optimizer):
             )
         if dense is None and hyper:
             raise TypeError(f"ps.Optimizer: {', '.join(hyper)} needs dense=, whose argument it is")
-        found = [*_tables_of(model), *tables]
-        _check(cluster, found)
+        remote = [*_tables_of(model), *tables]
+        _check(cluster, remote)
         everything = [] if model is None else model.parameters()
         parameters = [p for p in everything if p.requires_grad and not isinstance(p, StandIn)]
         local = dense(parameters, **hyper) if dense is not None and parameters else None
-        self._begin(cluster, local, found, name, pushing)
+        self._begin(cluster, local, remote, name, pushing)
 
     @classmethod
     def wrap(
@@ -188,7 +188,7 @@ class Optimizer(torch.optim.Optimizer):
         ]
         self._show_groups()
         self._pushing = pushing
-        self._under_way: Exchanging | None = None
+        self._under_way: Exchanging[Answer | None] | None = None
         if pushing is Pushing.BACKWARD and self.group is not None:
             watch = scaling.Watch()
             for place, parameter in enumerate(self.group.parameters):
@@ -196,13 +196,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _show_groups(self) -> None:
         dense = [] if self.local is None else self.local.param_groups
-        self.param_groups: list[dict[str, Any]] = [*dense, *self._table_groups]
+        self.param_groups: list[dict[str, OptimizerValue]] = [*dense, *self._table_groups]
 
     def __repr__(self) -> str:
         kind = "no dense parameters" if self.local is None else type(self.local).__name__
         return f"ps.Optimizer({kind}, tables={[table.name for table in self.tables]})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, OptimizerValue]:
         """Refuses copies and pickles.
 
         Raises:
@@ -213,7 +213,7 @@ class Optimizer(torch.optim.Optimizer):
             "pickled; save its state_dict(), or everything with cluster.snapshot()"
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, OptimizerValue]) -> None:
         """Refuses: servers must know all parameters from the beginning.
 
         Args:
@@ -230,7 +230,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # --- steps
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> UserValue:
         """Pushes the gradients, and gets what the next step needs.
 
         Args:
@@ -277,7 +277,7 @@ class Optimizer(torch.optim.Optimizer):
         dense: tuple[str, ...],
         is_step: bool,
         known: Sequence[KnownRows],
-    ) -> Exchanging | None:
+    ) -> Exchanging[Answer | None] | None:
         """Waits for what it pulls; for a push alone only with the next step, if that may be."""
         before, self._under_way = self._under_way, None
         if before is not None:
@@ -365,7 +365,7 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             local.state.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, OptimizerValue]:
         """The state as that of the local optimizer would be, fetched from the servers.
 
         Rows of tables and their state are not part of it (``Cluster.snapshot``), only the
@@ -375,15 +375,15 @@ class Optimizer(torch.optim.Optimizer):
             before(self)
         self._upload_changes()
         with self._state_here() as local:
-            found = {"state": {}, "param_groups": []} if local is None else local.state_dict()
+            state = {"state": {}, "param_groups": []} if local is None else local.state_dict()
         if self.tables:
             hyper = [{k: v for k, v in g.items() if k != "params"} for g in self._table_groups]
-            found["tables"] = hyper
+            state["tables"] = hyper
         for after in list(self._optimizer_state_dict_post_hooks.values()):
-            found = after(self, found) or found
-        return found
+            state = after(self, state) or state
+        return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, OptimizerValue]) -> None:
         """Sets state and hyper-parameters here and at the servers, and the parameters as here.
 
         Args:
@@ -401,7 +401,7 @@ class Optimizer(torch.optim.Optimizer):
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _load(self, given: dict[str, Any]) -> None:
+    def _load(self, given: dict[str, OptimizerValue]) -> None:
         for saved in given.pop("tables", []):
             for group in self._table_groups:
                 if group["table"] == saved["table"]:
@@ -433,24 +433,24 @@ class TrainerOptimizer(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Untyped,
         *,
-        inner: Callable[..., torch.optim.Optimizer],
+        inner: OptimizerMaker,
         cluster: Cluster,
         name: str = "model",
         pushing: Pushing = Pushing.STEP,
-        **hyper: Any,
+        **hyper: OptimizerValue,
     ) -> None:
         self._begin(cluster, inner(params, **hyper), [], name, pushing)
 
 
-def _on_gradient(parameter: Any, then: Callable[[Tensor], None]) -> None:
+def _on_gradient(parameter: Untyped, then: Callable[[Tensor], None]) -> None:
     parameter.register_post_accumulate_grad_hook(then)
 
 
 def _tables_of(model: nn.Module | None) -> list[Table]:
-    found = [] if model is None else tables_of(model)
-    return [table for table in found if isinstance(table, Table)]
+    mine = [] if model is None else tables_of(model)
+    return [table for table in mine if isinstance(table, Table)]
 
 
 def _check(cluster: Cluster, tables: Iterable[Table]) -> None:

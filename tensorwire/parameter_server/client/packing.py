@@ -83,8 +83,8 @@ class Packer:
         """
         finite = True
         for shard in view.active if whole.dense else ():
-            found = view.shard(shard)
-            head = found.head if found is not None and found.chain else None
+            described = view.shard(shard)
+            head = described.head if described is not None and described.chain else None
             pushes = self._dense(whole, view, shard, head)
             whole.gathered[view.epoch, shard, head] = {n: push for n, (push, _) in pushes.items()}
             finite &= all(is_finite for _, is_finite in pushes.values())

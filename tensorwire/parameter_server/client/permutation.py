@@ -53,12 +53,12 @@ class Permutation:
         Returns:
             ``(n,)``, int64.
         """
-        found = self._once(positions.astype(np.uint64))
-        beyond = np.flatnonzero(found >= self._length)
+        image = self._once(positions.astype(np.uint64))
+        beyond = np.flatnonzero(image >= self._length)
         while len(beyond):
-            found[beyond] = self._once(found[beyond])
-            beyond = beyond[found[beyond] >= self._length]
-        return found.astype(np.int64)
+            image[beyond] = self._once(image[beyond])
+            beyond = beyond[image[beyond] >= self._length]
+        return image.astype(np.int64)
 
     def _once(self, values: _Values) -> _Values:
         high, low = values >> self._low_bits, values & self._low

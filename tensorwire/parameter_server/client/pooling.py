@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -71,11 +71,11 @@ class Pooling:
 
     def factors(self) -> Tensor:
         """``(ids, 1)``, the factor of each id's gradient; ``(0, 1)`` if all are one."""
-        found = [
+        factors = [
             _shares(feature) if mean else feature.weights
             for feature, mean in zip(self.features, self.means, strict=True)
         ]
-        return _column(found, self.features)
+        return _column(factors, self.features)
 
 
 def _column(parts: list[Tensor | None], features: Sequence[FeatureIds]) -> Tensor:
@@ -128,22 +128,30 @@ def pooled(poolings: Sequence[Pooling], rows: Sequence[Tensor], columns: int) ->
     Returns:
         ``(batch, columns)``.
     """
-    found: Tensor = _Pool.apply(poolings, columns, *rows)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Pool.apply(poolings, columns, *rows)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Context(Protocol):
+    """The context of ``_Pool`` and ``_PoolBack``."""
+
+    poolings: Sequence[Pooling]
+    columns: int
+    counts: Sequence[tuple[int, ...]]
 
 
 class _Pool(torch.autograd.Function):
     """``pooled`` with its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, poolings: Sequence[Pooling], columns: int, *rows: Tensor) -> Tensor:
+    def forward(ctx: _Context, poolings: Sequence[Pooling], columns: int, *rows: Tensor) -> Tensor:
         """See :func:`pooled`."""
         ctx.poolings, ctx.columns = poolings, columns
         ctx.counts = [tuple(each.shape) for each in rows]
         return _forward(poolings, rows, columns)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The sum of the gradients of each row's bags."""
         (grad,) = grads
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted
@@ -157,9 +165,9 @@ class _PoolBack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         poolings: Sequence[Pooling],
-        counts: Sequence[tuple[int, int]],
+        counts: Sequence[tuple[int, ...]],
         columns: int,
         grad: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -168,7 +176,7 @@ class _PoolBack(torch.autograd.Function):
         return tuple(_backward(poolings, counts, grad))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Does what the forward pass does, as that is linear."""
         return None, None, None, pooled(ctx.poolings, grads, ctx.columns)
 
@@ -190,10 +198,10 @@ def _forward(poolings: Sequence[Pooling], rows: Sequence[Tensor], columns: int) 
 
 
 def _backward(
-    poolings: Sequence[Pooling], shapes: Sequence[tuple[int, int]], grad: Tensor
+    poolings: Sequence[Pooling], shapes: Sequence[tuple[int, ...]], grad: Tensor
 ) -> list[Tensor]:
     flat = grad.detach().contiguous().numpy()
-    found = []
+    gradients = []
     for pooling, shape in zip(poolings, shapes, strict=True):
         total = torch.empty(shape) if pooling.covers else torch.zeros(shape)
         _, bags = pooling.bags()
@@ -209,5 +217,5 @@ def _backward(
             np.zeros(shape[0], np.uint8),
             total.numpy(),
         )
-        found.append(total)
-    return found
+        gradients.append(total)
+    return gradients

@@ -11,11 +11,14 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from tensorwire.parameter_server.kernels.arrays import Array
+from tensorwire.parameter_server.opaque import Untyped, UserValue
 
 LARGEST_POSITION: Final = 16 << 10
 """Bytes of a position; more would be too much for pushes and snapshots, each of which has some."""
@@ -23,9 +26,9 @@ LARGEST_POSITION: Final = 16 << 10
 _PROTOCOL: Final = 4
 
 
-def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = np.array(np.frombuffer(data, np.dtype(dtype)).reshape(shape))
-    return found
+def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> Array:
+    array: Array = np.array(np.frombuffer(data, np.dtype(dtype)).reshape(shape))
+    return array
 
 
 def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -41,7 +44,7 @@ _NAMED: Final = {(each.__module__, each.__qualname__): each for each in (*_PLAIN
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Untyped:
         """Called for all but numbers, texts, bytes, lists, tuples, dicts, sets and None."""
         if isinstance(value, Tensor):
             flat = value.detach().cpu().contiguous()
@@ -58,15 +61,15 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """The callables of :data:`_NAMED`, and nothing else."""
-        found = _NAMED.get((module, name))
-        if found is None:
+        allowed = _NAMED.get((module, name))
+        if allowed is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no plain data")
-        return found
+        return allowed
 
 
-def encode_position(position: Any, file: str) -> bytes:
+def encode_position(position: object, file: str) -> bytes:
     """The bytes of a position.
 
     Args:
@@ -94,7 +97,7 @@ def encode_position(position: Any, file: str) -> bytes:
     return data
 
 
-def decode_position(data: bytes) -> Any:
+def decode_position(data: bytes) -> UserValue:
     """The inverse of :func:`encode_position`.
 
     Raises:
@@ -103,7 +106,7 @@ def decode_position(data: bytes) -> Any:
     return _Unpickler(io.BytesIO(data)).load()
 
 
-def digest_of(sources: Iterable[Any]) -> str:
+def digest_of(sources: Iterable[object]) -> str:
     """32 hexadecimal digits that tell lists of files from each other, by the files' pickles.
 
     Equal texts, numbers, paths, and tuples and lists of them have equal pickles in each process.

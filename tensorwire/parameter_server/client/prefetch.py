@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,10 @@ from tensorwire.parameter_server.declarations.arguments import instance, whole
 from tensorwire.parameter_server.declarations.wire import BFloat16, Float16, Float32, Int8
 from tensorwire.parameter_server.errors import RolledBack
 from tensorwire.parameter_server.messaging.messages import TableIds
+from tensorwire.parameter_server.opaque import Function, UserValue
 
 Batch = TypeVar("Batch")
-Ids = Callable[[Any], Any]
+Ids = Callable[[UserValue], UserValue]
 
 _ROW_BY_ROW: Final = (Float32, BFloat16, Float16, Int8)
 """Kinds that pack each row by itself, so that a row which is kept is the one that would come."""
@@ -84,9 +85,7 @@ def prefetch(
     return reading(loader, wants)
 
 
-def _tracked_batches(
-    tracked: Tracked, wants: _Wants, reading: Callable[..., Iterator[Any]]
-) -> Iterator[Any]:
+def _tracked_batches(tracked: Tracked, wants: _Wants, reading: Function) -> Iterator[Batch]:
     """Yields what ``reading`` does; drops what was read ahead when samples are dealt anew."""
     for turn in tracked.turns():
         try:
@@ -188,13 +187,13 @@ class _Wants:
         self._modules = modules
         self._names = names
         self._ids = ids
-        self._found: tuple[Any, list[TableIds]] | None = None
+        self._found: tuple[object, list[TableIds]] | None = None
 
     @property
     def cluster(self) -> Cluster:
         """The cluster that has the tables."""
-        found: Cluster = self._modules[0].tables[0].cluster
-        return found
+        cluster: Cluster = self._modules[0].tables[0].cluster
+        return cluster
 
     def require_one_cluster(self) -> None:
         """Refuses tables of several clusters, whose rows cannot come in one message."""
@@ -235,23 +234,23 @@ class _Wants:
                         "may pack a row otherwise beside others; leave out one of the two"
                     )
 
-    def look_later(self, batch: Any) -> None:
+    def look_later(self, batch: object) -> None:
         """Has the next step look at a batch."""
         self.cluster.meanwhile = partial(self.look, batch)
 
-    def look(self, batch: Any) -> None:
+    def look(self, batch: object) -> None:
         """Finds the ids of a batch, for :meth:`of`."""
         with suppress(Exception):  # it is raised where the batch is to be fetched
             self._found = batch, self._wanted(batch)
 
-    def of(self, batch: Any) -> list[TableIds]:
+    def of(self, batch: object) -> list[TableIds]:
         """The different ids of a batch, those of tables of one kind together."""
-        found, self._found = self._found, None
-        if found is not None and found[0] is batch:
-            return found[1]
+        looked_up, self._found = self._found, None
+        if looked_up is not None and looked_up[0] is batch:
+            return looked_up[1]
         return self._wanted(batch)
 
-    def _wanted(self, batch: Any) -> list[TableIds]:
+    def _wanted(self, batch: object) -> list[TableIds]:
         given = self._given(self._ids(batch))
         needs = [
             need
@@ -260,43 +259,43 @@ class _Wants:
         ]
         return _together(self._modules, needs)
 
-    def _given(self, found: Any) -> Sequence[Any]:
+    def _given(self, returned: UserValue) -> Sequence[object]:
         """The input of each module."""
         if len(self._modules) == 1:
-            return [self._given_to_one(found)]
+            return [self._given_to_one(returned)]
         if self._names:
-            return self._given_by_name(found)
-        given = [found] if isinstance(found, Tensor) else list(found)
+            return self._given_by_name(returned)
+        given = [returned] if isinstance(returned, Tensor) else list(returned)
         if len(given) != len(self._modules):
             raise ValueError(
                 f"prefetch: ids returned {len(given)} tensors for {len(self._modules)} modules"
             )
         return given
 
-    def _given_to_one(self, found: Any) -> Any:
-        named = self._names and isinstance(found, Mapping) and set(found) == {self._names[0]}
+    def _given_to_one(self, returned: UserValue) -> UserValue:
+        named = self._names and isinstance(returned, Mapping) and set(returned) == {self._names[0]}
         if named and not hasattr(self._modules[0], "features"):
-            return found[self._names[0]]
-        if isinstance(found, (list, tuple)) and not hasattr(self._modules[0], "features"):
-            if len(found) != 1:
-                raise ValueError(f"prefetch: ids returned {len(found)} tensors for 1 modules")
-            return found[0]
-        return found
+            return returned[self._names[0]]
+        if isinstance(returned, (list, tuple)) and not hasattr(self._modules[0], "features"):
+            if len(returned) != 1:
+                raise ValueError(f"prefetch: ids returned {len(returned)} tensors for 1 modules")
+            return returned[0]
+        return returned
 
-    def _given_by_name(self, found: Any) -> Sequence[Any]:
-        if not isinstance(found, Mapping):
+    def _given_by_name(self, returned: UserValue) -> Sequence[object]:
+        if not isinstance(returned, Mapping):
             raise TypeError(
-                f"prefetch: ids returned a {type(found).__name__}, not a dict by module name, for "
-                f"the modules {', '.join(map(repr, self._names))}"
+                f"prefetch: ids returned a {type(returned).__name__}, not a dict by module name, "
+                f"for the modules {', '.join(map(repr, self._names))}"
             )
-        missing = [name for name in self._names if name not in found]
-        if missing or len(found) > len(self._names):
+        missing = [name for name in self._names if name not in returned]
+        if missing or len(returned) > len(self._names):
             wrong = f"leaves out {missing[0]!r}" if missing else "has others"
             raise ValueError(
-                f"prefetch: ids returned {', '.join(map(repr, found))}, which {wrong}; the "
+                f"prefetch: ids returned {', '.join(map(repr, returned))}, which {wrong}; the "
                 f"modules are {', '.join(map(repr, self._names))}"
             )
-        return [found[name] for name in self._names]
+        return [returned[name] for name in self._names]
 
 
 def _together(modules: Sequence[Lookup], needs: list[TableIds]) -> list[TableIds]:
@@ -307,7 +306,7 @@ def _together(modules: Sequence[Lookup], needs: list[TableIds]) -> list[TableIds
     names = [name for each in needs for name in each.tables]
     if len(set(names)) < len(names):
         return _united(next(iter(tables.values())).cluster, needs)
-    kinds: dict[Any, list[TableIds]] = {}
+    kinds: dict[object, list[TableIds]] = {}
     for each in needs:
         kinds.setdefault(tables[each.tables[0]].kind, []).append(each)
     return [_joined(some) for some in kinds.values()]

@@ -15,10 +15,9 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from tensorwire.checkpoint.chain import Kind, Version, VersionFile
 from tensorwire.checkpoint.chain_writer import ChainWriter
@@ -29,6 +28,7 @@ from tensorwire.parameter_server.decisions.orders import Extent
 from tensorwire.parameter_server.decisions.views import Snapshot
 from tensorwire.parameter_server.declarations.arguments import instance, number, whole
 from tensorwire.parameter_server.declarations.spec import Precision
+from tensorwire.parameter_server.opaque import Function, Response
 from tensorwire.parameter_server.snapshots.contents import about_samples
 from tensorwire.parameter_server.snapshots.published import about_version
 
@@ -137,7 +137,7 @@ class Publishing:
         base_every: int,
         with_state: bool,
         precision: Precision | None,
-        extra: Any,
+        extra: object,
     ) -> None:
         self.folder = writer.folder
         self._cluster = cluster
@@ -331,8 +331,8 @@ class Publishing:
         except errors.ParameterServerError as error:
             _logger.warning("version %d is published, but %s", version.number, error)
 
-    def _ask(self, what: orders.Request, waits_for: str) -> Any:
-        ask: Callable[..., Any] = self._cluster.session.servers.ask_coordinator
+    def _ask(self, what: orders.Request, waits_for: str) -> Response:
+        ask: Function = self._cluster.session.servers.ask_coordinator
         return ask(what, patient=False, waits_for=waits_for)
 
 
@@ -345,7 +345,7 @@ def begin_publishing(
     state: bool,
     precision: Precision | None,
     keep_bases: int,
-    extra: Any,
+    extra: object,
 ) -> Publishing:
     """Checks what ``Cluster.publish`` is given, and begins."""
     instance("publish", "folder", folder, (str, os.PathLike), "a folder")

@@ -14,7 +14,6 @@ from tensorwire.parameter_server.errors import ParameterServerError, Unreachable
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
-    from tensorwire.parameter_server.client.exchange import Answer
 
 _PAUSE: Final = 0.001
 """Seconds before shards that were at different steps are asked again; doubled each time."""
@@ -72,9 +71,7 @@ class Reader:
         deadline, pause = time.monotonic() + self._timeout, _PAUSE
         while True:
             left = max(0.0, deadline - time.monotonic())
-            answer: Answer | None = self._cluster.stepper.send(None, wanted, tuple(dense)).wait(
-                left
-            )
+            answer = self._cluster.stepper.send(None, wanted, tuple(dense)).wait(left)
             if answer is None:
                 return WholeStep(0, {}, {})
             first, last = answer.times
@@ -89,7 +86,7 @@ class Reader:
             pause = min(2 * pause, _LONGEST_PAUSE)
         rows = {
             name: own[different[name][1]]
-            for ids, found in zip(wanted, answer.rows, strict=True)
-            for name, own in zip(ids.tables, found.split_with_sizes(ids.sizes), strict=True)
+            for ids, pulled in zip(wanted, answer.rows, strict=True)
+            for name, own in zip(ids.tables, pulled.split_with_sizes(ids.sizes), strict=True)
         }
         return WholeStep(first, {name: rows[name] for name in tables}, answer.dense)

@@ -75,9 +75,9 @@ class Room:
 
 def _rows(tables: Sequence[RowGradients], view: View, shard: int, parted: Parted) -> dict[str, int]:
     """The number of rows of each table in a shard's part."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for each in tables:
         part = parted(each, view).parts.get(shard)
         if part is not None:  # else the map has changed, and all are asked again
-            found.update(zip(part[1].tables, part[1].sizes, strict=True))
-    return found
+            counts.update(zip(part[1].tables, part[1].sizes, strict=True))
+    return counts

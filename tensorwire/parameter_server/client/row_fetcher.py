@@ -48,9 +48,9 @@ class RowFetcher:
         self._forget_what_was_undone()
         step = self._cluster.step
         for each in self._ready:
-            found = each.take(ids) if each.step == step else None
-            if found is not None:
-                return found
+            prefetched = each.take(ids) if each.step == step else None
+            if prefetched is not None:
+                return prefetched
         rows = self._step_rows(ids, 0)
         rows.promise(lambda: self._pull(rows.missing))
         taken = rows.take(ids)
@@ -68,7 +68,8 @@ class RowFetcher:
     def _pull(self, ids: TableIds) -> Tensor:
         if not len(ids.ids):
             return torch.empty(0, self._cluster.known(ids.tables[0])[0].dim)
-        answer: Answer = self._cluster.stepper.send(None, [ids]).wait()
+        answer = self._cluster.stepper.send(None, [ids]).wait()
+        assert answer is not None  # something was asked for
         return answer.rows[0]
 
     def gradients_of(self, tables: Mapping[str, tuple[Tensor, Tensor]]) -> list[StepGradient]:
@@ -77,11 +78,11 @@ class RowFetcher:
         Args:
             tables: by name, ids that are all different and a row for each.
         """
-        found = []
+        gradients = []
         for ids in self.grouped({name: given for name, (given, _) in tables.items()}):
             grads = [tables[name][1] for name in ids.tables]
-            found.append(StepGradient(ids, grads[0] if len(grads) == 1 else torch.cat(grads)))
-        return found
+            gradients.append(StepGradient(ids, grads[0] if len(grads) == 1 else torch.cat(grads)))
+        return gradients
 
     def grouped(self, wanted: Mapping[str, Tensor]) -> list[TableIds]:
         """Ids of rows, those of tables of one kind together.
@@ -105,16 +106,16 @@ class RowFetcher:
             gradients: no table twice.
         """
         alone = {each.ids.tables[0]: each for each in gradients if len(each.ids.tables) == 1}
-        found = [each for each in gradients if len(each.ids.tables) > 1]
+        whole = [each for each in gradients if len(each.ids.tables) > 1]
         for ids in [each.ids for each in self._ready if each.step == self._cluster.step]:
             if len(ids.tables) > 1 and alone.keys() >= set(ids.tables):
                 parts = [alone[name] for name in ids.tables]
                 given = [each.ids.ids for each in parts]
                 if _sizes(given) == ids.sizes and torch.equal(torch.cat(given), ids.ids):
-                    found.append(StepGradient(ids, torch.cat([each.grad for each in parts])))
+                    whole.append(StepGradient(ids, torch.cat([each.grad for each in parts])))
                     for name in ids.tables:
                         del alone[name]
-        return [*found, *alone.values()]
+        return [*whole, *alone.values()]
 
     def announce(self, wanted: Sequence[TableIds]) -> None:
         """Has rows of the next batch come with the next step, or begins to fetch them now.
@@ -147,12 +148,14 @@ class RowFetcher:
             return self.ahead.next_rows(known, self._cluster.step + 1)
         return [self._step_rows(ids, 1) for ids in announced if known.issuperset(ids.tables)]
 
-    def promised(self, rows: Sequence[StepRows], sent: Exchanging) -> None:
+    def promised(self, rows: Sequence[StepRows], sent: Exchanging[Answer | None]) -> None:
         """Notes rows that come with an answer; :meth:`fetch` hands them out in their step."""
         step = self._cluster.step
         self._ready = [each for each in self._ready if each.step >= step]
         if self.ahead is not None and rows and rows[0].known is not None:
-            self.ahead.arrived(rows, sent.wait())
+            answer = sent.wait()
+            assert answer is not None
+            self.ahead.arrived(rows, answer)
             self._ready += rows
             return
         for place, each in enumerate(rows):
@@ -184,8 +187,9 @@ class RowFetcher:
                 table.forget()
 
 
-def _rows_of(sent: Exchanging, place: int) -> Tensor:
-    answer: Answer = sent.wait()
+def _rows_of(sent: Exchanging[Answer | None], place: int) -> Tensor:
+    answer = sent.wait()
+    assert answer is not None
     return answer.rows[place]
 
 

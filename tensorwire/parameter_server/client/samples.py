@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -78,7 +78,7 @@ class Samples(Counted, Sampler[list[int]]):
             )
         return _Reading(self._tracked)
 
-    def track(self, loader: Iterable[Any]) -> Tracked:
+    def track(self, loader: Iterable[object]) -> Tracked:
         """The batches of a loader, each of which counts as trained with the next push.
 
         Yields this trainer's batches until all samples are trained, those of trainers that died
@@ -124,13 +124,13 @@ class Samples(Counted, Sampler[list[int]]):
         if not self.spec.shuffle:
             every = [self.spec.place_of(number) for number in numbers]
             return [list(range(first, first + count)) for _, first, count in every]
-        found: list[list[int]] = []
+        batches: list[list[int]] = []
         for epoch, places in _by_epoch(self.spec, numbers):
             positions = [np.arange(first, first + count) for first, count in places]
             indices = self._order(epoch)(np.concatenate(positions)).tolist()
             ends = accumulate([count for _, count in places], initial=0)
-            found += [indices[begin:end] for begin, end in pairwise(ends)]
-        return found
+            batches += [indices[begin:end] for begin, end in pairwise(ends)]
+        return batches
 
     def _order(self, epoch: int) -> Permutation:
         if epoch not in self._permutations:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.files import Files
@@ -51,7 +51,7 @@ def batches_of(
     return Samples(cluster, spec, share.rank)
 
 
-def files_of(cluster: Cluster, files: Sequence[Any], about: SamplerArguments) -> Files:
+def files_of(cluster: Cluster, files: Sequence[object], about: SamplerArguments) -> Files:
     """A sampler of files.
 
     Raises:
@@ -92,8 +92,8 @@ def require_no_batches(length: int | None, batch_size: int | None, drop_last: bo
 def _declare(cluster: Cluster, spec: SamplerSpec) -> None:
     """Has the samples counted, unless others have said otherwise of them."""
     cluster.join()
-    found = SamplerSpec.decode(cluster.counting.begin(spec.name, spec.encode()))
-    differences = spec.differences(found)
+    agreed = SamplerSpec.decode(cluster.counting.begin(spec.name, spec.encode()))
+    differences = spec.differences(agreed)
     if differences:
         raise errors.DeclarationError(
             f"sampler {spec.name!r} was declared otherwise before: {'; '.join(differences)}"

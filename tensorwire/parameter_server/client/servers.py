@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillWaiting
-from typing import Any, Final
+from typing import Final
 
 import rpc
 from rpc import extend
@@ -22,6 +22,8 @@ from tensorwire.parameter_server.decisions.records import NotHead
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller, latest_life, verdict_on
+from tensorwire.parameter_server.messaging.messages import Message
+from tensorwire.parameter_server.opaque import Response
 
 _logger: Final = logging.getLogger("tensorwire")
 _COORDINATOR: Final = "coordinator"
@@ -75,7 +77,7 @@ class Servers:
                 "the workers of a DataLoader return ids"
             )
 
-    def declare(self, what: orders.Announce | orders.CountSamples) -> Any:
+    def declare(self, what: orders.Announce | orders.CountSamples) -> Response:
         """Tells the coordinator of something new; returns the description by the first to name it.
 
         Raises:
@@ -97,7 +99,7 @@ class Servers:
         patient: bool = True,
         waits_for: str = "it",
         within: float | None = None,
-    ) -> Any:
+    ) -> Response:
         """Asks until the coordinator answers.
 
         Args:
@@ -117,7 +119,7 @@ class Servers:
         while True:
             self._news.raise_failure()
             seen, coordinator = self._news.count, self._view().coordinator
-            reply: Any = messages.Rejected("")
+            reply: Response = messages.Rejected("")
             if verdict_on(self._worker, coordinator) is not Verdict.OVER:
                 answer = self._ask(coordinator, messages.Asking(what))
                 reply = _awaited(answer, log, what, coordinator, waits_for, end)
@@ -166,20 +168,20 @@ class Servers:
         """False if calls to that life may have met the one before it."""
         return verdict_on(self._worker, server) is not Verdict.UNHEARD
 
-    def _ask(self, server: Server, message: object) -> Future[Any]:
+    def _ask(self, server: Server, message: Message) -> Future[Response]:
         self.require_own_process()
-        answer: Future[Any] = Future()
+        answer: Future[Response] = Future()
         self._caller.call(server, message, answer.set_result)
         return answer
 
-    def ask_head(self, shard: int, message: object) -> Any:
+    def ask_head(self, shard: int, message: Message) -> Response:
         """One call to the head of a shard; ``LOST`` if there is none."""
-        found = self._view().shard(shard)
-        if found is None or not found.chain:
+        described = self._view().shard(shard)
+        if described is None or not described.chain:
             return LOST
-        return self._within_patience(self._ask(found.head, message))
+        return self._within_patience(self._ask(described.head, message))
 
-    def ask_heads(self, message: Callable[[int], object]) -> list[Any]:
+    def ask_heads(self, message: Callable[[int], Message]) -> list[Response]:
         """Asks the head of every shard, again if the map changes meanwhile.
 
         Args:
@@ -198,13 +200,13 @@ class Servers:
             self._news.wait(seen, PAUSE)
             self._refresh()
 
-    def ask_all(self, message: object) -> Mapping[Server, Any]:
+    def ask_all(self, message: Message) -> Mapping[Server, Response]:
         """One call to each server that keeps anything."""
         keepers = sorted({each for shard in self._view().shards for each in shard.chain})
         answers = {server: self._ask(server, message) for server in keepers}
         return {server: self._within_patience(answer) for server, answer in answers.items()}
 
-    def _within_patience(self, answer: Future[Any]) -> Any:
+    def _within_patience(self, answer: Future[Response]) -> Response:
         """The answer; ``LOST`` if it takes too long, or there is nothing to wait for any more."""
         try:
             return answer.result(self.patience.limit)
@@ -213,13 +215,13 @@ class Servers:
 
 
 def _awaited(
-    answer: Future[Any],
+    answer: Future[Response],
     log: extend.WaitLog,
     what: object,
     coordinator: Server,
     waits_for: str,
     end: float,
-) -> Any:
+) -> Response:
     """The answer, if it comes before ``end``; the log says so if it takes long.
 
     Raises:

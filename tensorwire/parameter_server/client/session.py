@@ -90,7 +90,7 @@ class Session:
         """Declarations of this worker by name; changed by the thread that declares."""
         self._condition = threading.Condition(threading.RLock())
         """The lock that guards what follows, notified when that changes."""
-        self._kept = Unacknowledged()
+        self._kept = Unacknowledged[StepPush, object]()
         """Pushes until they are safe at all shards."""
         self._asked: dict[int, PendingPull] = {}
         """Pulls whose answers nobody has taken yet, by number."""
@@ -323,12 +323,12 @@ class Session:
         self, shard: int, number: int, whole: StepPush | None, asked: PendingPull | None
     ) -> None:
         """Sends a push, a pull or both to a shard, on another thread."""
-        found = self.view.shard(shard)
-        if found is None or not found.chain:
-            self._note_reached(shard, found is None)
+        described = self.view.shard(shard)
+        if described is None or not described.chain:
+            self._note_reached(shard, described is None)
             self._note_again(shard, number, asked)
             return
-        view, head = self.view, found.head
+        view, head = self.view, described.head
         epoch, client = view.epoch, self.trainer.number
 
         def send() -> None:
@@ -408,13 +408,14 @@ class Session:
 
     def _may_speak_for(self, shard: int, server: Server, reply: object) -> bool:
         """False if this client knows a later chain of a shard than the server that answers."""
-        found = self.view.shard(shard)
-        if found is None:
+        described = self.view.shard(shard)
+        if described is None:
             return True
         is_old = (
-            isinstance(reply, messages.Rows | messages.Accepted) and reply.version < found.version
+            isinstance(reply, messages.Rows | messages.Accepted)
+            and reply.version < described.version
         )
-        return found.chain[:1] in ((server,), ()) and not is_old
+        return described.chain[:1] in ((server,), ()) and not is_old
 
     def _note_reached(self, shard: int, was_reached: bool) -> None:
         """Gives up if nobody has served a shard for too long."""
@@ -476,10 +477,10 @@ class Session:
 
     def refresh(self) -> None:
         """Reads the view in the store, and acts on it."""
-        found = self._meeting.view(self.cluster)
-        if found is not None:
+        view = self._meeting.view(self.cluster)
+        if view is not None:
             with self._acting():
-                self._see(found)
+                self._see(view)
 
     def _see(self, view: View) -> None:
         old = self.view

@@ -34,10 +34,10 @@ class SlowServer:
     def answered(self, server: str, seconds: float) -> None:
         """Notes how long an answer took; logs it if this server is the one that all wait for."""
         with self._lock:
-            found = self._watch.answered(server, seconds)
-        if found is None:
+            ratio = self._watch.answered(server, seconds)
+        if ratio is None:
             return
-        name, mine, others = found
+        name, mine, others = ratio
         slow = [each for each in self._view().servers if each.name == name]
 
         def tell(described: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -121,7 +120,7 @@ class WholeDense:
 
     spec: DenseSpec
     grads: list[Tensor | None]
-    hyper: tuple[Mapping[str, Any], ...]
+    hyper: tuple[Mapping[str, object], ...]
 
     def keep(self) -> None:
         """Takes copies, as the gradients may change from now on."""
@@ -166,7 +165,7 @@ def joined_values(
 
     A parameter that lies on one shard is a part of its answer, and not copied.
     """
-    found: dict[int, list[tuple[int, int, Tensor]]] = {}
+    pieces: dict[int, list[tuple[int, int, Tensor]]] = {}
     for shard, flats in answers.items():
         begins = dict.fromkeys(flats, 0)
         for parameter, start, stop in _runs(spec, slots, shard):
@@ -174,9 +173,9 @@ def joined_values(
             begin = begins[dtype]
             begins[dtype] = begin + stop - start
             part = flats[dtype][begin : begins[dtype]]
-            found.setdefault(parameter, []).append((start, stop, part))
+            pieces.setdefault(parameter, []).append((start, stop, part))
     return [
-        _joined(int(np.prod(shape)), dtype, found.get(parameter, []))
+        _joined(int(np.prod(shape)), dtype, pieces.get(parameter, []))
         for parameter, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
     ]
 

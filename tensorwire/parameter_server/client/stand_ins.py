@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import fields
-from typing import Any, Final
+from typing import Final
 
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ def tables_of(optimizer: Optimizer) -> list[Table]:
     Raises:
         ValueError: a parameter group is for tables alone, and says otherwise than their rules.
     """
-    found = []
+    every = []
     for number, group in enumerate(optimizer.param_groups):
         tables = [each.gradient.table for each in group["params"] if isinstance(each, StandIn)]
         for table in tables:
@@ -30,8 +30,8 @@ def tables_of(optimizer: Optimizer) -> list[Table]:
                 _logger.warning("table %r: rows move by the table's rule, %r, not by the "
                                 "hyper-parameters of parameter group %d", table.name, table.rule,
                                 number)  # fmt: skip
-        found += tables
-    return found
+        every += tables
+    return every
 
 
 def remove(optimizer: Optimizer) -> None:
@@ -42,7 +42,7 @@ def remove(optimizer: Optimizer) -> None:
             group[key] = [group[key][place] for place in kept]
 
 
-def _require_agreement(number: int, group: dict[str, Any], table: Table) -> None:
+def _require_agreement(number: int, group: dict[str, object], table: Table) -> None:
     different = _differences(group, table)
     if different:
         raise ValueError(
@@ -52,7 +52,7 @@ def _require_agreement(number: int, group: dict[str, Any], table: Table) -> None
         )
 
 
-def _differences(group: dict[str, Any], table: Table) -> list[str]:
+def _differences(group: dict[str, object], table: Table) -> list[str]:
     """The hyper-parameters of a group that a table's rule has, too, and others."""
     return [
         f"{each.name}={group[each.name]!r}"

@@ -85,8 +85,8 @@ class StepRows:
             return self._of_table(ids.tables[0], ids.ids)
         own = zip(ids.tables, ids.ids.split_with_sizes(ids.sizes), strict=True)
         parts = [self._of_table(table, each) for table, each in own]
-        found = [each for each in parts if each is not None]
-        return torch.cat(found) if len(found) == len(parts) else None
+        present = [each for each in parts if each is not None]
+        return torch.cat(present) if len(present) == len(parts) else None
 
     def _are_equal(self, ids: TableIds) -> bool:
         mine = self.ids
@@ -137,8 +137,8 @@ class StepRows:
         return self._rows
 
     def _indexed(self, table: str, ids: Tensor) -> Index:
-        found = self._indexes.get(table)
-        if found is None:
-            found = self._indexes[table] = Index(kernels())
-            found.upsert(ids.numpy())
-        return found
+        index = self._indexes.get(table)
+        if index is None:
+            index = self._indexes[table] = Index(kernels())
+            index.upsert(ids.numpy())
+        return index

@@ -91,7 +91,7 @@ class Stepper:
         dense: tuple[str, ...] = (),
         skip: bool = False,
         known: Sequence[KnownRows] = (),
-    ) -> Exchanging:
+    ) -> Exchanging[Answer | None]:
         """Pushes, pulls, or both, in one message to each server.
 
         Args:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from tensorwire.parameter_server.decisions.records import Assign
 from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.messaging.messages import FirstRows, Setting, TableIds
+from tensorwire.parameter_server.opaque import Function
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
@@ -68,7 +68,7 @@ class Table:
         """Returns the same table: its rows are at the servers, and are not copied."""
         return self
 
-    def __reduce__(self) -> tuple[Callable[..., Table], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
         from tensorwire.parameter_server.client import connecting  # which knows tables
 
         cache = None if self.cache is None else self.cache.rules

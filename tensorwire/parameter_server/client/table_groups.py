@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from operator import itemgetter
-from typing import Any, Final
+from typing import Final
 
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.declarations.rules import Rule
@@ -14,15 +14,15 @@ from tensorwire.parameter_server.declarations.rules import Rule
 _logger: Final = logging.getLogger("tensorwire")
 
 
-def defaults(tables: Sequence[Table]) -> dict[str, Any]:
+def defaults(tables: Sequence[Table]) -> dict[str, object]:
     """The hyper-parameters that some of these tables have, as an optimizer's defaults."""
-    found: dict[str, Any] = {}
+    hyper: dict[str, object] = {}
     for table in reversed(tables):
-        found.update(_hyper(table.rule))
-    return found
+        hyper.update(_hyper(table.rule))
+    return hyper
 
 
-def group_of(table: Table, others: Mapping[str, Any]) -> dict[str, Any]:
+def group_of(table: Table, others: Mapping[str, object]) -> dict[str, object]:
     """A table as a parameter group.
 
     Args:
@@ -42,11 +42,11 @@ class GroupRule:
         group: its group, which schedulers change.
     """
 
-    def __init__(self, table: Table, group: Mapping[str, Any]) -> None:
+    def __init__(self, table: Table, group: Mapping[str, object]) -> None:
         self.table = table
         self._group = group
         self._values = itemgetter("table", *_hyper(table.rule))
-        self._seen: Any = None
+        self._seen: object = None
         self._hyper: tuple[float, ...] | None = None
         self._rests_at_zero = table.rule.rests_at_zero
 
@@ -80,11 +80,11 @@ class GroupRule:
                             "not changed", table.name, table.spec.rule, name)  # fmt: skip
 
 
-def _hyper(rule: Rule) -> dict[str, Any]:
+def _hyper(rule: Rule) -> dict[str, object]:
     return {each.name: getattr(rule, each.name) for each in fields(rule)}  # type: ignore[arg-type]
 
 
-def _keeps_state(rule: Rule, name: str, value: Any) -> bool:
+def _keeps_state(rule: Rule, name: str, value: object) -> bool:
     """True if rows have the state that the rule wants with this value, too."""
     try:
         changed: Rule = replace(rule, **{name: value})  # type: ignore[type-var]

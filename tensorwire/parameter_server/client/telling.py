@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.counted import progress_of
 from tensorwire.parameter_server.declarations.samplers import SamplerSpec
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST
+from tensorwire.parameter_server.opaque import Json
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
 
 
-def told_of(cluster: Cluster) -> dict[str, Any]:
+def told_of(cluster: Cluster) -> dict[str, Json]:
     """Returns the facts for ``Cluster.stats``."""
     session = cluster.session
     session.servers.require_own_process()
@@ -38,7 +39,7 @@ def told_of(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _samples(cluster: Cluster) -> dict[str, Any]:
+def _samples(cluster: Cluster) -> dict[str, Json]:
     """The progress of each sampler, if the server that keeps the accounts is reached."""
     told = {}
     with contextlib.suppress(errors.UnreachableError):

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from tensorwire.parameter_server.client.assignment import Assignment
 from tensorwire.parameter_server.decisions.files import Part, finished, merged
 from tensorwire.parameter_server.decisions.samples import Batches
 from tensorwire.parameter_server.errors import RolledBack
+from tensorwire.parameter_server.opaque import UserValue
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
@@ -129,18 +130,18 @@ class Tracked(ABC):
     """
 
     def __init__(
-        self, cluster: Cluster, name: str, assigned: Assignment, loader: Iterable[Any]
+        self, cluster: Cluster, name: str, assigned: Assignment, loader: Iterable[object]
     ) -> None:
         self.last = -1
         self._cluster = cluster
         self._name = name
         self._loader = loader
         self._assigned = assigned
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[UserValue] | None = None
         self._numbers: Iterator[int] = iter(())
         self._turn = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[UserValue]:
         for turn in self.turns():
             for batch in turn:
                 if not turn.give():
@@ -154,7 +155,7 @@ class Tracked(ABC):
             yield Turn(self)
 
     @abstractmethod
-    def next_batch(self) -> tuple[Any, Ticket]:
+    def next_batch(self) -> tuple[UserValue, Ticket]:
         """The next batch of this turn.
 
         Raises:
@@ -248,7 +249,7 @@ class TrackedBatches(Tracked):
         cluster: Cluster,
         name: str,
         assigned: Assignment,
-        loader: Iterable[Any],
+        loader: Iterable[object],
         indices: Indices,
         at_a_time: int,
     ) -> None:
@@ -282,7 +283,7 @@ class TrackedBatches(Tracked):
 
     # --- what the loader has read
 
-    def next_batch(self) -> tuple[Any, Ticket]:
+    def next_batch(self) -> tuple[UserValue, Ticket]:
         """See :class:`Tracked`."""
         while True:
             begins = self._batches is None
@@ -320,10 +321,10 @@ class Turn:
         self._tracked = tracked
         self._waiting: deque[Ticket] = deque()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[UserValue]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> UserValue:
         batch, ticket = self._tracked.next_batch()
         self._waiting.append(ticket)
         return batch

@@ -27,7 +27,6 @@ not be the same on all shards otherwise, and no cut could say what it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency
 from tensorwire.parameter_server.decisions.pushes import (
@@ -455,16 +454,16 @@ class Clock:
         self._others, self._told = frozenset(active) - {self._shard}, None
         self._awaited = set(awaited)
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, object]:
         """Everything that a new backup must know."""
         return dict(self._state())
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, object]) -> None:
         """Becomes what another clock was when it was dumped."""
         for name, value in state.items():
             setattr(self, name, value)
 
-    def _state(self) -> list[tuple[str, Any]]:
+    def _state(self) -> list[tuple[str, object]]:
         return [
             ("epoch", self.epoch),
             ("_counts", dict(self._counts)),

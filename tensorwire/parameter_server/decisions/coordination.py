@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from tensorwire.parameter_server.decisions import beginnings, orders, view_changes, views
 from tensorwire.parameter_server.decisions.publishing import Publishing, why_not_written
@@ -35,6 +35,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Wait,
 )
 from tensorwire.parameter_server.decisions.views import KEPT, Client, Left, Server, Snapshot, View
+from tensorwire.parameter_server.opaque import Resumed
 
 _CHANGES_PER_TERM: Final = 1 << 20
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
@@ -204,7 +205,7 @@ class Coordinator(Publishing):
             self._dismiss_soon(number)
         yield from self._conform(statuses, sorted(expected - known))
 
-    def _finish_cut(self) -> Generator[Wait, Any, dict[int, Status]]:
+    def _finish_cut(self) -> Generator[Wait, Resumed, dict[int, Status]]:
         """Finishes a cut: one that some shard was told is told to all, any other is given up."""
         answers = yield self._to_all(orders.Query())
         statuses: dict[int, Status] = {s: each for s, each in answers.items() if each is not None}
@@ -241,8 +242,8 @@ class Coordinator(Publishing):
         return AskAll({shard.number: order for shard in self.view.shards})
 
     def _cut(
-        self, joins: Collection[int] = (), action: Any = None, samplers: tuple[str, ...] = ()
-    ) -> Generator[Wait, Any, Reached]:
+        self, joins: Collection[int] = (), action: object = None, samplers: tuple[str, ...] = ()
+    ) -> Generator[Wait, Resumed, Reached]:
         """Brings all shards to one cut, within their epoch."""
         change = self._new_change()
         statuses = yield AskAll({shard: orders.Hold(change) for shard in self.view.active})
@@ -365,7 +366,7 @@ class Coordinator(Publishing):
         for client in clients:
             yield Edit(partial(view_changes.with_left, left=Left(number, client.name, None, end)))
 
-    def _settle(self, number: int) -> Generator[Wait, Any, int]:
+    def _settle(self, number: int) -> Generator[Wait, Resumed, int]:
         """Counts the pushes of a trainer that all shards have, and returns how many these are."""
         haves = yield self._to_all(orders.Silence(number))
         end = keep = min((have for have in haves.values() if have is not None), default=0)
@@ -444,17 +445,17 @@ class Coordinator(Publishing):
 
     def _wanting(self) -> tuple[int, Server] | None:
         """A shard that lacks a backup, and who could be it; not what failed in this very view."""
-        found = views.wanting(self.view, self._living)
-        return None if (self.view.number, found) == self._failed_copy else found
+        wanting = views.wanting(self.view, self._living)
+        return None if (self.view.number, wanting) == self._failed_copy else wanting
 
     def _back_up(self) -> Steps:
-        while (found := self._wanting()) is not None:
-            number, server = found
+        while (wanting := self._wanting()) is not None:
+            number, server = wanting
             answers = yield AskAll({number: orders.Copy(server)})
             if answers.get(number) and server in self._living:
                 yield Edit(partial(_backed_up, number=number, server=server))
             else:
-                self._failed_copy = (self.view.number, found)
+                self._failed_copy = (self.view.number, wanting)
         self._copying = False
 
     def _resize(self, request: int, what: orders.Resize) -> Steps:
@@ -517,8 +518,8 @@ class Coordinator(Publishing):
         whole, why = None, "there is no snapshot to go back to"
         is_empty = not (self.view.joined or self.view.snapshots)
         if self.view.snapshots:
-            (found,) = (yield Examination(self.view.snapshots)).values()
-            whole, why = found.whole, f"no snapshot is whole: {found.reason}"
+            (answer,) = (yield Examination(self.view.snapshots)).values()
+            whole, why = answer.whole, f"no snapshot is whole: {answer.reason}"
         if whole is None and not is_empty:
             lost = ", ".join(str(each) for each in _lost_shards(self.view))
             reason = f"all servers of shard {lost} were lost, and {why}"

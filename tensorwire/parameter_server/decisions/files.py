@@ -13,7 +13,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from tensorwire.parameter_server.opaque import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,12 @@ class Begun:
     pushes: int
     position: bytes
 
-    def encode(self) -> list[Any]:
+    def encode(self) -> list[object]:
         """Encodes it as a value of JSON."""
         return [self.file, self.pushes, base64.b64encode(self.position).decode()]
 
     @classmethod
-    def decode(cls, value: Sequence[Any]) -> Begun:
+    def decode(cls, value: Sequence[Json]) -> Begun:
         """The inverse of :meth:`encode`."""
         file, pushes, position = value
         return cls(int(file), int(pushes), base64.b64decode(position, validate=True))
@@ -74,9 +75,9 @@ def follows(begun: Iterable[Begun], part: Part) -> bool:
 
 def advanced(begun: tuple[Begun, ...], parts: Iterable[Part]) -> tuple[Begun, ...]:
     """The files that are begun once these parts are trained."""
-    found = {each.file: each for each in begun}
+    by_file = {each.file: each for each in begun}
     for part in parts:
-        found.pop(part.file, None)
+        by_file.pop(part.file, None)
         if part.position is not None:
-            found[part.file] = Begun(part.file, part.pushes + 1, part.position)
-    return tuple(sorted(found.values(), key=lambda each: each.file))
+            by_file[part.file] = Begun(part.file, part.pushes + 1, part.position)
+    return tuple(sorted(by_file.values(), key=lambda each: each.file))

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tensorwire.parameter_server.decisions.pushes import Ready
-from tensorwire.parameter_server.decisions.records import Effect, Inform, Respond
+from tensorwire.parameter_server.decisions.records import Effect, Inform, Record, Respond
 from tensorwire.parameter_server.decisions.replication import Fenced, Replication
 
 
@@ -21,8 +20,8 @@ class _Waiting:
     """An answer that waits until all before a position of the log is safe."""
 
     position: int
-    call: Any
-    answer: Any
+    call: object
+    answer: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Gate:
         log: says what is safe.
     """
 
-    def __init__(self, log: Replication) -> None:
+    def __init__(self, log: Replication[Record]) -> None:
         self._log = log
         self._answers: deque[_Waiting] = deque()
         self._news: deque[tuple[int, Ready]] = deque()
@@ -58,7 +57,7 @@ class Gate:
         """Begins with as many safe pushes of each trainer, as this server begins from a copy."""
         self._counts = dict(counts)
 
-    def answer(self, call: Any, answer: Any, position: int | None = None) -> list[Effect]:
+    def answer(self, call: object, answer: object, position: int | None = None) -> list[Effect]:
         """Answers once everything until now, or before ``position``, is safe."""
         if call is None:
             return []
@@ -106,7 +105,7 @@ class Gate:
         self._answers = deque(each for each in self._answers if each.position <= here)
         return [Respond(each.call, Fenced(version)) for each in early]
 
-    def clear(self) -> list[Any]:
+    def clear(self) -> list[object]:
         """Forgets answers and news; returns the calls that nobody will answer."""
         calls = [each.call for each in self._answers]
         self._answers.clear()

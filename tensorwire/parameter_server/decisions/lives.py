@@ -13,10 +13,11 @@ import enum
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, Generic, TypeVar
 
 from tensorwire.parameter_server.decisions.views import Client, Server
 
+Call = TypeVar("Call")
 TRUST: Final = 10.0
 """Seconds for which a life is trusted of which nothing is heard."""
 
@@ -61,7 +62,7 @@ them.
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class News(Generic[Call]):
     """The consequences of hearing of a life.
 
     Args:
@@ -70,7 +71,7 @@ class News:
     """
 
     over: tuple[Server, ...] = ()
-    again: tuple[Any, ...] = ()
+    again: tuple[Call, ...] = ()
 
 
 def verdict(server: Server, latest: Latest | None) -> Verdict:
@@ -82,7 +83,7 @@ def verdict(server: Server, latest: Latest | None) -> Verdict:
     return Verdict.LIVING
 
 
-class Lives:
+class Lives(Generic[Call]):
     """The lives of servers and trainers as one server sees them.
 
     Args:
@@ -93,7 +94,7 @@ class Lives:
         self._latest = latest
         self._over: set[Server] = set()
         self._trusted: set[Server] = set()
-        self._kept: dict[Server, list[Any]] = {}
+        self._kept: dict[Server, list[Call]] = {}
 
     def verdict(self, server: Server) -> Verdict:
         """The verdict on a life."""
@@ -123,7 +124,7 @@ class Lives:
         """True if the life is taken for lost now, ``TRUST`` seconds after it was first trusted."""
         return server in self._trusted and self.verdict(server) is Verdict.UNHEARD
 
-    def failed(self, to: Server, call: Any, was_heard_of: bool) -> Fate:
+    def failed(self, to: Server, call: Call, was_heard_of: bool) -> Fate:
         """Says how to go on after a call that failed as its callee was lost.
 
         Args:
@@ -132,22 +133,22 @@ class Lives:
             was_heard_of: that life had been heard of when the call was made, so that it met
                 no former one.
         """
-        found = self.verdict(to)
-        if was_heard_of or found is Verdict.OVER:
+        state = self.verdict(to)
+        if was_heard_of or state is Verdict.OVER:
             return Fate.GIVEN_UP
-        if found is Verdict.LIVING:
+        if state is Verdict.LIVING:
             return Fate.AGAIN
         self._kept.setdefault(to, []).append(call)
         return Fate.KEPT
 
-    def came(self, server: Server) -> News:
+    def came(self, server: Server) -> News[Call]:
         """Takes note of a life that was heard of."""
         former = {*self._trusted, *self._kept}
         over = [each for each in former if _is_before(each, server)]
         self._trusted.discard(server)
         return News(tuple(sorted(over)), tuple(self._kept.pop(server, ())))
 
-    def lost(self, server: Server) -> list[Any]:
+    def lost(self, server: Server) -> list[Call]:
         """Ends a life; returns the calls that are given up."""
         self._over.add(server)
         self._trusted.discard(server)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tensorwire.parameter_server.decisions import pushes
 from tensorwire.parameter_server.decisions.samples import Account
@@ -258,7 +257,7 @@ class TakeSnapshot:
 
     folder: str
     draft: str
-    extra: Any = None
+    extra: object = None
     overwrite: bool = False
     asker: Client | None = None
     step: int = -1

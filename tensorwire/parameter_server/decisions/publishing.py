@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from tensorwire.parameter_server.decisions import orders, view_changes
 from tensorwire.parameter_server.decisions.pushes import Reached
@@ -25,6 +25,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Wait,
 )
 from tensorwire.parameter_server.decisions.views import KEPT, Publisher, View
+from tensorwire.parameter_server.opaque import Resumed
 
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
 _DECLARED: Final = "a table was declared while the version was written"
@@ -34,8 +35,8 @@ class Publishing(Tasks):
     """The part of a coordinator that publishes versions."""
 
     def _cut(
-        self, joins: Collection[int] = (), action: Any = None, samplers: tuple[str, ...] = ()
-    ) -> Generator[Wait, Any, Reached]:
+        self, joins: Collection[int] = (), action: object = None, samplers: tuple[str, ...] = ()
+    ) -> Generator[Wait, Resumed, Reached]:
         """Brings all shards to one cut."""
         raise NotImplementedError
 
@@ -128,7 +129,7 @@ def _undeclared(view: View) -> frozenset[str]:
     return frozenset(name for name, text in view.declared.items() if text.startswith(KEPT))
 
 
-def why_not_written(shard: int, answer: Any) -> str:
+def why_not_written(shard: int, answer: object) -> str:
     """The reason for which a shard wrote no part of what it was told to; empty if it did.
 
     Args:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tensorwire.parameter_server.decisions.samples import Account, Batches
+from tensorwire.parameter_server.opaque import Carried
 
 
 class PushKind(enum.Enum):
@@ -49,7 +49,7 @@ class Push:
     number: int
     epoch: int
     kind: PushKind = PushKind.UPDATE
-    load: Any = None
+    load: Carried = None
     batches: Batches | None = None
 
 
@@ -75,7 +75,7 @@ class Cut:
     joins: Mapping[int, int] = field(default_factory=dict)
     epoch: int | None = None
     awaited: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    action: Any = None
+    action: object = None
     time: int = 0
     trainers: frozenset[int] = frozenset()
     samplers: tuple[str, ...] = ()

@@ -6,11 +6,12 @@ Not part of the log: a pull changes nothing, and is asked again of a new head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import UNBOUNDED
 from tensorwire.parameter_server.decisions.pushes import Refusal
+from tensorwire.parameter_server.opaque import Carried
 
 AT_ONCE: Final = 0
 """The step of a pull that waits for nobody."""
@@ -28,7 +29,7 @@ class Pull:
 
     step: int
     epoch: int
-    ask: Any
+    ask: Carried
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tensorwire.parameter_server.decisions import orders, pushes
 from tensorwire.parameter_server.decisions.leases import Renewal
@@ -18,6 +17,7 @@ from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.samples import Account, LeaseAsked
 from tensorwire.parameter_server.decisions.views import Server
+from tensorwire.parameter_server.opaque import Carried
 
 # --- records besides pushes and orders
 
@@ -28,7 +28,7 @@ class Import:
 
     source: int
     epoch: int
-    load: Any = None
+    load: Carried = None
     accounts: Mapping[str, Account] = field(default_factory=dict)
 
 
@@ -44,7 +44,7 @@ class Exported:
 class Assign:
     """Values to be set, not added to: of a dense group."""
 
-    load: Any = None
+    load: Carried = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class After:
     """
 
     news: tuple[Heard, ...]
-    record: Any
+    record: Record
 
 
 Record = Push | orders.Order | Import | Exported | Assign | Renewal | LeaseAsked | After
@@ -102,8 +102,23 @@ class Read:
 class Respond:
     """Answer a call."""
 
-    call: Any
-    answer: Any
+    call: object
+    answer: object
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """The part of a replica that its copy begins with.
+
+    Args:
+        clock: what the clock has dumped.
+        is_primed: whether it has begun.
+        stash: rows that came before the cut at which they are taken, by the shard they come from.
+    """
+
+    clock: Mapping[str, object]
+    is_primed: bool
+    stash: Mapping[int, Import]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +128,7 @@ class StartCopy:
     heir: Server
     position: int
     version: int
-    clock: Mapping[str, Any]
+    state: ReplicaState
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +158,4 @@ class Safe:
     position: int
 
 
-Effect = Run | Read | Respond | Forward | StartCopy | Inform
+Effect = Run | Read | Respond | Forward[Record] | StartCopy | Inform

@@ -8,8 +8,6 @@ that tell of a change wait until that change is safe at the whole chain (``gate`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from tensorwire.parameter_server.decisions import orders, pushes, replication
 from tensorwire.parameter_server.decisions.clock import Clock
@@ -29,6 +27,7 @@ from tensorwire.parameter_server.decisions.records import (
     NotHead,
     Read,
     Record,
+    ReplicaState,
     Respond,
     Run,
     Safe,
@@ -64,17 +63,17 @@ class Replica:
         self.is_head = False
         self.is_primed = False
         self._reads = Reads(staleness_of(consistency))
-        self._log = Replication(me, position, version)
+        self._log = Replication[Record](me, position, version)
         self._gate = Gate(self._log)
         self._lease = Lease()
-        self._pushes: dict[tuple[int, int], list[tuple[int, Any]]] = {}
-        self._going: dict[int, list[Any]] = {}
-        self._opens: list[Any] = []
+        self._pushes: dict[tuple[int, int], list[tuple[int, object]]] = {}
+        self._going: dict[int, list[object]] = {}
+        self._opens: list[object] = []
         self._stash: dict[int, Import] = {}
         self._news: list[Heard] = []
         self._control = 0
-        self._copies: dict[Server, list[Any]] = {}
-        self._binding: list[Any] = []
+        self._copies: dict[Server, list[object]] = {}
+        self._binding: list[object] = []
         self._bound: Server | None = None
 
     @property
@@ -93,7 +92,7 @@ class Replica:
 
     # --- calls to the head
 
-    def pushed(self, push: Push, call: Any) -> list[Effect]:
+    def pushed(self, push: Push, call: object) -> list[Effect]:
         """Takes a trainer's push; answered with ``Taken`` or ``Refused``, or it must ask again."""
         if not self.is_head or not self.is_primed:
             return [Respond(call, NotHead())]
@@ -131,7 +130,7 @@ class Replica:
             self._control = max(self._control, self._lease.end)
         return effects
 
-    def ordered(self, order: orders.Order, call: Any) -> list[Effect]:
+    def ordered(self, order: orders.Order, call: object) -> list[Effect]:
         """Takes an order of the coordinator."""
         if isinstance(order, orders.Copy):
             return self._begin_copy(order, call)
@@ -147,7 +146,7 @@ class Replica:
             return self._enter(order, is_control=True) + self._answer_gone(order.cut.change)
         return self._enter(order, call, is_control=True)
 
-    def imported(self, rows: Import, call: Any) -> list[Effect]:
+    def imported(self, rows: Import, call: object) -> list[Effect]:
         """Takes rows that another shard sends; answered once they are safe."""
         if not self.is_head:
             return [Respond(call, NotHead())]
@@ -157,13 +156,13 @@ class Replica:
         """Notes that another shard has taken rows."""
         return self._enter(Exported(target, epoch)) if self.is_head else []
 
-    def assigned(self, values: Assign, call: Any) -> list[Effect]:
+    def assigned(self, values: Assign, call: object) -> list[Effect]:
         """Takes values to be set, once what they replace is here; answered once they are safe."""
         if not self.is_head or not self.is_primed or not self.clock.is_open:
             return [Respond(call, NotHead())]
         return self._enter(values, call, is_control=True)
 
-    def counted(self, sampler: str, call: Any) -> list[Effect]:
+    def counted(self, sampler: str, call: object) -> list[Effect]:
         """Answers a question for a sampler's account of samples, once that is safe."""
         if not self.is_head or not self.is_primed:
             return [Respond(call, NotHead())]
@@ -172,13 +171,13 @@ class Replica:
             call, None if account is None else Counted(account, self.clock.deals)
         )
 
-    def leased(self, asked: LeaseAsked, call: Any) -> list[Effect]:
+    def leased(self, asked: LeaseAsked, call: object) -> list[Effect]:
         """Answers a trainer that asks for batches, once it is safe whose they are."""
         if not self.is_head or not self.is_primed:
             return [Respond(call, NotHead())]
         return self._enter(asked, call)
 
-    def told(self, heard: Heard, call: Any) -> list[Effect]:
+    def told(self, heard: Heard, call: object) -> list[Effect]:
         """Notes how many pushes another shard has."""
         if not self.is_head:
             return [Respond(call, NotHead())]
@@ -226,7 +225,7 @@ class Replica:
         self._news.clear()
         return [Respond(call, NotHead()) for call in calls]
 
-    def received(self, version: int, position: int, record: Record, call: Any) -> list[Effect]:
+    def received(self, version: int, position: int, record: Record, call: object) -> list[Effect]:
         """Takes a record of the server before this one in the chain; answered once it is safe."""
         done = self._fence(version) if version > self._log.heard_of else []
         effects = self._log.receive(version, position, record)
@@ -244,7 +243,7 @@ class Replica:
         safe = self._carry_out(self._log.acknowledged(by, position, version))
         return [*safe, *self._answer_bound()]
 
-    def _begin_copy(self, order: orders.Copy, call: Any) -> list[Effect]:
+    def _begin_copy(self, order: orders.Copy, call: object) -> list[Effect]:
         if self._log.has_next:
             return [Respond(call, NotHead())]
         if order.to in self._copies:
@@ -282,23 +281,19 @@ class Replica:
         effects = self._carry_out(self._log.disown(heir))
         return [*effects, *(Respond(call, False) for call in calls)]
 
-    def _dump(self) -> dict[str, Any]:
-        return {
-            "clock": self.clock.dump(),
-            "primed": self.is_primed,
-            "stash": dict(self._stash),
-        }
+    def _dump(self) -> ReplicaState:
+        return ReplicaState(self.clock.dump(), self.is_primed, dict(self._stash))
 
-    def load(self, dumped: Mapping[str, Any]) -> None:
+    def load(self, dumped: ReplicaState) -> None:
         """Becomes what the replica was from which a copy was made."""
-        self.clock.load(dumped["clock"])
-        self.is_primed = dumped["primed"]
-        self._stash = dict(dumped["stash"])
+        self.clock.load(dumped.clock)
+        self.is_primed = dumped.is_primed
+        self._stash = dict(dumped.stash)
         self._gate.begin_with(self.clock.status().counts)
 
     # --- running records
 
-    def _enter(self, record: Record, call: Any = None, is_control: bool = False) -> list[Effect]:
+    def _enter(self, record: Record, call: object = None, is_control: bool = False) -> list[Effect]:
         """Takes a record, at the head."""
         news, self._news = self._news, []
         position, sent = self._log.append(After(tuple(news), record) if news else record)
@@ -309,7 +304,7 @@ class Replica:
             effects += self._gate.answer(call, answer, position + 1)
         return effects + self._carry_out(sent)
 
-    def _carry_out(self, effects: list[replication.Effect]) -> list[Effect]:
+    def _carry_out(self, effects: list[replication.Effect[Record]]) -> list[Effect]:
         done: list[Effect] = []
         for effect in effects:
             if isinstance(effect, replication.Append):
@@ -329,9 +324,9 @@ class Replica:
             record = record.record
         return done + self._run(record)[0]
 
-    def _run(self, record: Record) -> tuple[list[Effect], Any]:
+    def _run(self, record: Record) -> tuple[list[Effect], object]:
         """Changes the clock; returns what follows, and the answer to who sent the record."""
-        answer: Any = None
+        answer: object = None
         effects: list[Effect] = []
         moved: list[pushes.Effect] = []
         if isinstance(record, Push):

@@ -21,27 +21,29 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 from tensorwire.parameter_server.decisions.views import Server
 
+Record = TypeVar("Record")
+
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(Generic[Record]):
     """Send a record to the next server of the chain."""
 
     to: Server
     version: int
     position: int
-    record: Any
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)
-class Append:
+class Append(Generic[Record]):
     """Run a record on this server's clock."""
 
     position: int
-    record: Any
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,10 @@ class Fenced:
     version: int
 
 
-Effect = Forward | Append | Durable | Fenced
+Effect = Forward[Record] | Append[Record] | Durable | Fenced
 
 
-class Replication:
+class Replication(Generic[Record]):
     """The log of one shard at one server.
 
     Args:
@@ -87,8 +89,8 @@ class Replication:
         self._is_bound = False
         self._bound_at = 0
         self._heir_has = 0
-        self._kept: deque[tuple[int, Any]] = deque()
-        self._early: dict[int, Any] = {}
+        self._kept: deque[tuple[int, Record]] = deque()
+        self._early: dict[int, Record] = {}
 
     @property
     def has_next(self) -> bool:
@@ -105,7 +107,7 @@ class Replication:
         """True if the new backup has all that was safe here alone before it was bound."""
         return self._is_bound and self._heir_has >= self._bound_at
 
-    def rechained(self, version: int, chain: tuple[Server, ...]) -> list[Effect]:
+    def rechained(self, version: int, chain: tuple[Server, ...]) -> list[Effect[Record]]:
         """Takes another version of the chain: who follows this server may have changed."""
         if version <= self.version:
             return []
@@ -122,12 +124,12 @@ class Replication:
             return self._safe_until(self.position)
         return self._kept_again(successor)
 
-    def append(self, record: Any) -> tuple[int, list[Effect]]:
+    def append(self, record: Record) -> tuple[int, list[Effect[Record]]]:
         """Takes an input, at the head; returns its position and what to send."""
         at = self.position
         self.position += 1
         follower = self._next or self._heir
-        effects: list[Effect] = []
+        effects: list[Effect[Record]] = []
         if follower is not None:
             self._kept.append((at, record))
             effects.append(Forward(follower, self.version, at, record))
@@ -135,7 +137,7 @@ class Replication:
             effects += self._safe_until(self.position)
         return at, effects
 
-    def receive(self, version: int, position: int, record: Any) -> list[Effect]:
+    def receive(self, version: int, position: int, record: Record) -> list[Effect[Record]]:
         """Takes a record of the predecessor."""
         if version < self.heard_of:
             return [Fenced(self.heard_of)]
@@ -143,7 +145,7 @@ class Replication:
             self.raise_fence(version)
         if position >= self.position:
             self._early[position] = record
-        effects: list[Effect] = []
+        effects: list[Effect[Record]] = []
         while self.position in self._early:
             ready = self._early.pop(self.position)
             at, sent = self.append(ready)
@@ -161,7 +163,7 @@ class Replication:
             self._early.clear()
         return is_news
 
-    def acknowledged(self, by: Server, position: int, version: int) -> list[Effect]:
+    def acknowledged(self, by: Server, position: int, version: int) -> list[Effect[Record]]:
         """Notes that all before this position are safe at ``by``, as it says of that version."""
         if version < self.version:
             return []
@@ -170,7 +172,7 @@ class Replication:
             self._drop_kept(position)
         return self._safe_until(position) if by == self._next else []
 
-    def _safe_until(self, position: int) -> list[Effect]:
+    def _safe_until(self, position: int) -> list[Effect[Record]]:
         if self._heir is None or self._is_bound:
             self._drop_kept(position)
         if position <= self.durable:
@@ -178,7 +180,7 @@ class Replication:
         self.durable = position
         return [Durable(position)]
 
-    def _kept_again(self, to: Server) -> list[Effect]:
+    def _kept_again(self, to: Server) -> list[Effect[Record]]:
         return [Forward(to, self.version, at, record) for at, record in self._kept]
 
     def _drop_kept(self, position: int) -> None:
@@ -195,7 +197,7 @@ class Replication:
         self._kept.clear()
         return self.position
 
-    def bind(self, heir: Server) -> list[Effect]:
+    def bind(self, heir: Server) -> list[Effect[Record]]:
         """Binds the new backup, which has its copy: it has what is durable from now on.
 
         What was durable before, it has once :attr:`heir_is_whole`. What it did not acknowledge
@@ -206,7 +208,7 @@ class Replication:
         self._next, self._is_bound, self._bound_at = heir, True, self.position
         return self._kept_again(heir)
 
-    def disown(self, heir: Server) -> list[Effect]:
+    def disown(self, heir: Server) -> list[Effect[Record]]:
         """Drops the new backup, which did not come to be."""
         if heir != self._heir:
             return []

@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from tensorwire.parameter_server.decisions.files import Begun, Part, advanced, follows
+from tensorwire.parameter_server.opaque import Json
 
 LONGEST_LEASE: Final = 64
 """Batches that are given out at a time, so that asking for them costs little of each step."""
@@ -40,13 +41,13 @@ def united(ranges: Ranges, numbers: Iterable[int]) -> Ranges:
 
 def _joined(*sets: Ranges) -> Ranges:
     """All numbers of some sets."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for begin, end in sorted(each for ranges in sets for each in ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            found.append((begin, end))
-    return tuple(found)
+            merged.append((begin, end))
+    return tuple(merged)
 
 
 def gaps(ranges: Ranges, end: int) -> Iterator[tuple[int, int]]:
@@ -64,14 +65,14 @@ def gaps(ranges: Ranges, end: int) -> Iterator[tuple[int, int]]:
 
 def without(ranges: Ranges, numbers: Iterable[int]) -> Ranges:
     """The set without some numbers."""
-    found = list(ranges)
+    left = list(ranges)
     for number in numbers:
-        for at, (begin, end) in enumerate(found):
+        for at, (begin, end) in enumerate(left):
             if begin <= number < end:
                 parts = (begin, number), (number + 1, end)
-                found[at : at + 1] = [(a, b) for a, b in parts if a < b]
+                left[at : at + 1] = [(a, b) for a, b in parts if a < b]
                 break
-    return tuple(found)
+    return tuple(left)
 
 
 def size(ranges: Ranges) -> int:
@@ -79,7 +80,7 @@ def size(ranges: Ranges) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
-def _ranges(value: Iterable[Sequence[Any]]) -> Ranges:
+def _ranges(value: Iterable[Sequence[Json]]) -> Ranges:
     return tuple((int(begin), int(end)) for begin, end in value)
 
 
@@ -102,7 +103,7 @@ class Batches:
     parts: tuple[Part, ...] = ()
     window: tuple[int, int] = (0, 0)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickles in one call, as each push is; a dataclass would look up its fields one by one."""
         return Batches, (self.sampler, self.deal, self.numbers, self.parts, self.window)
 
@@ -222,13 +223,13 @@ class Account:
     leases: tuple[Lease, ...] = ()
     begun: tuple[Begun, ...] = ()
 
-    def encode(self) -> list[Any]:
+    def encode(self) -> list[object]:
         """Encodes it as a value of JSON, without leases."""
         begun = [each.encode() for each in self.begun]
         return [self.done, self.deal.number, self.deal.members, self.deal.done, begun]
 
     @classmethod
-    def decode(cls, value: Sequence[Any]) -> Account:
+    def decode(cls, value: Sequence[Json]) -> Account:
         """The inverse of :meth:`encode`; takes what earlier versions wrote, without files."""
         done, number, members, before, *files = value
         deal = Deal(int(number), tuple(map(int, members)), _ranges(before))

@@ -39,5 +39,5 @@ def given_up(
 
 def _is_before(view: View, number: int, version: int) -> bool:
     """True if a view is older than that version of a shard's chain."""
-    found = view.shard(number)
-    return number >= view.made if found is None else found.version < version
+    shard = view.shard(number)
+    return number >= view.made if shard is None else shard.version < version

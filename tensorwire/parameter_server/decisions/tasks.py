@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from tensorwire.parameter_server.decisions import orders, views
 from tensorwire.parameter_server.decisions.quorum import Electorate
 from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
+from tensorwire.parameter_server.opaque import Carried, Resumed
 
 PATIENCE: Final = 10.0
 """Seconds that a cluster without state waits for its servers to come back."""
@@ -80,7 +81,7 @@ class Reply:
     """A request is done."""
 
     request: int
-    result: Any
+    result: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ class Conclude:
 
     ask: int
     snapshot: Snapshot
-    extra: Any
-    parts: tuple[Any, ...]
+    extra: object
+    parts: tuple[Carried, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +161,8 @@ class Manifest:
     """The manifest to be written; resumed with True or False."""
 
     snapshot: Snapshot
-    extra: Any
-    parts: tuple[Any, ...]
+    extra: object
+    parts: tuple[Carried, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ class Majority:
 
 
 Wait = Edit | AskAll | Manifest | Examination | Others | Servers | Majority
-Steps = Generator[Wait, Any, None]
+Steps = Generator[Wait, Resumed, None]
 
 
 class _Task:
@@ -205,7 +206,7 @@ class _Task:
     def __init__(self, steps: Steps, request: int | None = None) -> None:
         self.steps = steps
         self.request = request
-        self.answers: dict[int, Any] = {}
+        self.answers: dict[int, object] = {}
         self.missing: set[int] = set()
         self.names: frozenset[str] | None = None
 
@@ -283,7 +284,7 @@ class Tasks:
         self._count_votes()
         return self._flush()
 
-    def answered(self, ask: int, answer: Any, by: Server | None = None) -> list[Effect]:
+    def answered(self, ask: int, answer: object, by: Server | None = None) -> list[Effect]:
         """Takes an answer: of a shard to an order, of a server's vote, or of a written manifest.
 
         Args:
@@ -331,7 +332,7 @@ class Tasks:
         """Begins what is next in line, if nothing else is under way."""
         raise NotImplementedError
 
-    def _resume(self, task: _Task, value: Any) -> None:
+    def _resume(self, task: _Task, value: object) -> None:
         if task not in self._tasks:
             return
         task.names = None
@@ -408,9 +409,9 @@ class Tasks:
     def _tell(self, number: int) -> None:
         """Gives an order to whom it is for by the view, if it was not given to it already."""
         ask = self._asks[number]
-        found = self.view.shard(ask.shard)
-        if found is not None and found.chain:
-            to = found.chain[-1] if isinstance(ask.order, orders.Copy) else found.head
+        shard = self.view.shard(ask.shard)
+        if shard is not None and shard.chain:
+            to = shard.chain[-1] if isinstance(ask.order, orders.Copy) else shard.head
             if to != ask.to:
                 ask.to = to
                 self._effects.append(Tell(number, to, ask.shard, ask.order))
@@ -426,7 +427,7 @@ class Tasks:
             elif number in self._asks:
                 self._tell(number)
 
-    def _take_answer(self, number: int, answer: Any) -> None:
+    def _take_answer(self, number: int, answer: object) -> None:
         ask = self._asks.pop(number, None)
         if ask is None:
             return
@@ -445,7 +446,7 @@ class Tasks:
                 poll.asked, poll.answered, poll.failed, poll.ahead = {}, set(), set(), set()
         self._count_votes()
 
-    def _take_vote(self, poll: _Poll, ask: int, answer: Any) -> None:
+    def _take_vote(self, poll: _Poll, ask: int, answer: object) -> None:
         voter, number = poll.asked.pop(ask)
         if answer is True:
             poll.answered.add(voter)

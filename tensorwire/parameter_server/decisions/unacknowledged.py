@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic, TypeVar
+
+Whole = TypeVar("Whole")
+Part = TypeVar("Part")
 
 
 @dataclass(slots=True)
-class Kept:
+class Kept(Generic[Whole, Part]):
     """A push that is not safe everywhere.
 
     Args:
@@ -26,15 +29,15 @@ class Kept:
 
     number: int
     epoch: int
-    whole: Any
-    parts: dict[int, Any] = field(default_factory=dict)
+    whole: Whole
+    parts: dict[int, Part] = field(default_factory=dict)
 
 
-class Unacknowledged:
+class Unacknowledged(Generic[Whole, Part]):
     """The pushes of one trainer that are under way."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, Kept[Whole, Part]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -44,7 +47,7 @@ class Unacknowledged:
         kept = self._kept.get(number)
         return kept is not None and (shard is None or shard in kept.parts)
 
-    def whole(self, number: int) -> Any:
+    def whole(self, number: int) -> Whole | None:
         """The push of this number; None if it is safe everywhere."""
         kept = self._kept.get(number)
         return None if kept is None else kept.whole
@@ -63,7 +66,7 @@ class Unacknowledged:
         """The number of the first push that is not safe everywhere."""
         return min(self._kept, default=None)
 
-    def add(self, number: int, epoch: int, whole: Any, parts: Mapping[int, Any]) -> None:
+    def add(self, number: int, epoch: int, whole: Whole, parts: Mapping[int, Part]) -> None:
         """Keeps a push that is sent, or is sent again as it was split anew."""
         self._kept[number] = Kept(number, epoch, whole, dict(parts))
 
@@ -87,7 +90,7 @@ class Unacknowledged:
         if not kept.parts:
             del self._kept[number]
 
-    def again(self, shard: int) -> list[tuple[int, int, Any]]:
+    def again(self, shard: int) -> list[tuple[int, int, Part]]:
         """The pushes that a new head of a shard must be sent: number, epoch and part, in order."""
         return [
             (number, kept.epoch, kept.parts[shard])
@@ -95,7 +98,7 @@ class Unacknowledged:
             if shard in kept.parts
         ]
 
-    def refused(self, number: int, epoch: int) -> Any:
+    def refused(self, number: int, epoch: int) -> Whole | None:
         """Takes the refusal of a part that was split under ``epoch``.
 
         Returns:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from tensorwire.parameter_server.decisions.slots import evenly, moved
 from tensorwire.parameter_server.decisions.views import (
@@ -24,6 +24,7 @@ from tensorwire.parameter_server.decisions.views import (
     View,
     keepers_of,
 )
+from tensorwire.parameter_server.opaque import Json
 
 _OLDER: Final = 15
 """Snapshots that are remembered besides the last."""
@@ -32,7 +33,7 @@ _VERSIONS: Final = 3
 """Published versions that are remembered, the last one included."""
 
 
-def first(servers: Sequence[Server], backups: int, settings: Mapping[str, Any]) -> View:
+def first(servers: Sequence[Server], backups: int, settings: Mapping[str, Json]) -> View:
     """The view of a new cluster: a shard on each server, its backups on those that follow it."""
     count = len(servers)
     length = min(backups + 1, count)

@@ -14,9 +14,10 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 from tensorwire.parameter_server.decisions.samples import Account
+from tensorwire.parameter_server.opaque import Json
 
 KEPT: Final = "kept:"
 """Begins the text of what a restored snapshot has, and nobody has declared yet."""
@@ -91,7 +92,7 @@ class Left:
     begin: int | None
     end: int
 
-    def encode(self) -> list[Any]:
+    def encode(self) -> list[object]:
         """Encodes it as a value of JSON."""
         return [self.number, self.name, self.begin, self.end]
 
@@ -137,13 +138,13 @@ class Snapshot:
     time: int
     accounts: Mapping[str, Account] = field(default_factory=dict)
 
-    def encode(self) -> list[Any]:
+    def encode(self) -> list[object]:
         """Encodes it as a value of JSON."""
         accounts = {name: each.encode() for name, each in self.accounts.items()}
         return [self.folder, sorted(self.counts.items()), self.time, accounts]
 
     @classmethod
-    def decode(cls, value: list[Any]) -> Snapshot:
+    def decode(cls, value: list[Json]) -> Snapshot:
         """The inverse of :meth:`encode`."""
         folder, counts, time, accounts = value
         decoded = {name: Account.decode(each) for name, each in accounts.items()}
@@ -177,13 +178,13 @@ class Publisher:
     folder: str
     chain: str
 
-    def encode(self) -> list[Any]:
+    def encode(self) -> list[object]:
         """Encodes it as a value of JSON."""
         who = self.client
         return [who.name, who.incarnation, who.session, self.folder, self.chain]
 
     @classmethod
-    def decode(cls, value: list[Any]) -> Publisher:
+    def decode(cls, value: list[Json]) -> Publisher:
         """The inverse of :meth:`encode`."""
         *client, folder, chain = value
         return cls(Client(*client), folder, chain)
@@ -231,7 +232,7 @@ class View:
     made: int = 0
     declared: Mapping[str, str] = field(default_factory=dict)
     snapshot: Snapshot | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Json] = field(default_factory=dict)
     broken: str = ""
     left: tuple[Left, ...] = ()
     undone: Mapping[str, int] = field(default_factory=dict)
@@ -329,7 +330,7 @@ class View:
         return cls(**fields)
 
 
-def _pair(server: Server) -> list[Any]:
+def _pair(server: Server) -> list[object]:
     return [server.name, server.incarnation]
 
 
@@ -399,8 +400,8 @@ def is_outdated(view: View | None, shard: int, version: int) -> bool:
     """True if a view knows a later chain of a shard than that version, or that it is no more."""
     if view is None:
         return False
-    found = view.shard(shard)
-    return found.version > version if found is not None else shard < view.made
+    latest = view.shard(shard)
+    return latest.version > version if latest is not None else shard < view.made
 
 
 def is_next_coordinator(view: View, me: Server, living: Collection[Server]) -> bool:

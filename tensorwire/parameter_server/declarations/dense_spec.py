@@ -11,7 +11,7 @@ import copy
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from tensorwire.parameter_server.decisions.slots import SLOTS
 from tensorwire.parameter_server.declarations.arguments import instance
+from tensorwire.parameter_server.opaque import OptimizerValue
 
 _LARGE: Final = 1 << 22
 _LEAST: Final = 1 << 14
@@ -97,36 +98,36 @@ class DenseSpec:
     dtypes: tuple[torch.dtype, ...]
     pieces: tuple[Piece, ...]
     spread: Spread
-    defaults: Mapping[str, Any]
-    groups: tuple[Mapping[str, Any], ...]
-    attributes: Mapping[str, Any]
+    defaults: Mapping[str, object]
+    groups: tuple[Mapping[str, object], ...]
+    attributes: Mapping[str, object]
     names: tuple[str, ...] = ()
 
     def differences(self, other: object) -> list[str]:
         """The points in which another declaration of this group says otherwise."""
         if not isinstance(other, DenseSpec):
             return [f"it is a {type(other).__name__}, not a dense group"]
-        found = []
+        differences = []
         for what in ("optimizer", "shapes", "dtypes", "spread"):
             mine, theirs = getattr(self, what), getattr(other, what)
             if repr(mine) != repr(theirs):
-                found.append(f"{what}={theirs!r}, not {mine!r}")
-        return found
+                differences.append(f"{what}={theirs!r}, not {mine!r}")
+        return differences
 
     def other_steps(self, other: DenseSpec) -> list[str]:
         """The hyper-parameters with which another declaration of this group would step otherwise.
 
         Where a scheduler has set a learning rate, the one that it began with counts.
         """
-        found = []
+        differences = []
         for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=False)):
             is_scheduled = "initial_lr" in mine or "initial_lr" in theirs
             for name in ("lr",) if is_scheduled else self.defaults:
                 one, two = (each.get("initial_lr" if name == "lr" else name, each.get(name))
                             for each in (mine, theirs))  # fmt: skip
                 if repr(one) != repr(two):
-                    found.append(f"parameter group {number}: {name}={two!r}, not {one!r}")
-        return found
+                    differences.append(f"parameter group {number}: {name}={two!r}, not {one!r}")
+        return differences
 
     def kept_by(self, slots: Sequence[int], shard: int) -> list[int]:
         """The pieces of a shard, by their place in :attr:`pieces`."""
@@ -138,7 +139,7 @@ class PieceData:
     """A piece's elements and its state in the optimizer."""
 
     value: Tensor
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, object] = field(default_factory=dict)
 
 
 def spread_of(optimizer: Optimizer) -> Spread:
@@ -191,7 +192,7 @@ def _names(optimizer: Optimizer) -> tuple[str, ...]:
     return tuple(str(name) for group in groups for name in group["param_names"])
 
 
-def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyper_of(group: Mapping[str, object]) -> dict[str, object]:
     """The hyper-parameters of a group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -212,7 +213,7 @@ def _cut(sizes: Sequence[int], owners: Sequence[int], spread: Spread) -> tuple[P
     return tuple(pieces)
 
 
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+def _attributes(optimizer: Optimizer) -> dict[str, object]:
     """The attributes a class of its own keeps in the object, beyond what every optimizer has."""
     plain = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     return {
@@ -222,7 +223,9 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def state_of_piece(state: Mapping[str, Any], piece: Piece, shape: Sequence[int]) -> dict[str, Any]:
+def state_of_piece(
+    state: Mapping[str, object], piece: Piece, shape: Sequence[int]
+) -> dict[str, object]:
     """The share of a piece in the state of its parameter, if pieces are cut anywhere."""
     return {
         key: value.detach().reshape(-1)[piece.start : piece.stop].clone()
@@ -232,24 +235,24 @@ def state_of_piece(state: Mapping[str, Any], piece: Piece, shape: Sequence[int])
     }
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> object:
     """A copy of a tensor without its graph; anything else as it is."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def joined_state(
-    pieces: Sequence[tuple[Piece, Mapping[str, Any]]], shape: Sequence[int]
-) -> dict[str, Any]:
+    pieces: Sequence[tuple[Piece, Mapping[str, object]]], shape: Sequence[int]
+) -> dict[str, object]:
     """The state of a parameter: the inverse of :func:`state_of_piece` for all its pieces."""
     joined = {}
     for key, value in pieces[0][1].items():
         is_cut = isinstance(value, Tensor) and value.dim() == 1 and len(value) == len(pieces[0][0])
-        parts = [state[key] for _, state in pieces]
+        parts: list[OptimizerValue] = [state[key] for _, state in pieces]
         joined[key] = torch.cat(parts).reshape(tuple(shape)) if is_cut else value
     return joined
 
 
-def split_state(spec: DenseSpec, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
+def split_state(spec: DenseSpec, piece: Piece, state: Mapping[str, object]) -> dict[str, object]:
     """The share of a piece in the state of its parameter."""
     if spec.spread is Spread.ELEMENTS:
         return state_of_piece(state, piece, spec.shapes[piece.parameter])
@@ -257,8 +260,8 @@ def split_state(spec: DenseSpec, piece: Piece, state: Mapping[str, Any]) -> dict
 
 
 def whole_state(
-    spec: DenseSpec, parameter: int, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]
-) -> dict[str, Any]:
+    spec: DenseSpec, parameter: int, pieces: Sequence[tuple[Piece, Mapping[str, object]]]
+) -> dict[str, object]:
     """The state of a parameter, of the states of all its pieces in order."""
     if spec.spread is Spread.ELEMENTS:
         return joined_state(pieces, spec.shapes[parameter])

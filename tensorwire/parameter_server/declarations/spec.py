@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import enum
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import cloudpickle
 
@@ -14,6 +14,7 @@ from tensorwire.parameter_server.declarations.initialisers import Initialiser
 from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.declarations.rules import Per, Rule
 from tensorwire.parameter_server.declarations.wire import Wire
+from tensorwire.parameter_server.opaque import Unpickled
 
 _INDEX_BYTES: Final = 32
 
@@ -99,7 +100,7 @@ def row_bytes(spec: TableSpec) -> int:
     return 8 + item * spec.dim + state + touched + _INDEX_BYTES
 
 
-def _is_unfinished(rule: type[Any]) -> bool:
+def _is_unfinished(rule: type[Rule]) -> bool:
     return rule.update is Rule.update or not is_dataclass(rule)
 
 
@@ -108,6 +109,6 @@ def encode(spec: object) -> str:
     return base64.b64encode(cast(bytes, cloudpickle.dumps(spec))).decode()
 
 
-def decode(text: str) -> Any:
+def decode(text: str) -> Unpickled:
     """The inverse of :func:`encode`."""
     return cloudpickle.loads(base64.b64decode(text))

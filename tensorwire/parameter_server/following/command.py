@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ def _print(chain: Chain, check: bool) -> bool:
         except CheckpointError as error:
             errors[version.number] = error
         print(_line(version))
-    for number, found in sorted(errors.items()):
-        print(f"version {number}: {type(found).__name__}: {found}", file=sys.stderr)
+    for number, fault in sorted(errors.items()):
+        print(f"version {number}: {type(fault).__name__}: {fault}", file=sys.stderr)
     if not chain.versions():
         print(f"{chain.folder} has no version")
     way = chain.route()
@@ -73,9 +73,9 @@ def _line(version: Version) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(version.time))
     rows = ""
     if "parameter_server" in version.about:
-        found = content_of(version.folder, version.about)
-        tables = [n for n, each in found.described.items() if isinstance(each, SavedTable)]
-        rows = "".join(f", {name}: {found.count(name)} rows" for name in sorted(tables))
+        content = content_of(version.folder, version.about)
+        tables = [n for n, each in content.described.items() if isinstance(each, SavedTable)]
+        rows = "".join(f", {name}: {content.count(name)} rows" for name in sorted(tables))
     return (
         f"version {version.number}: {version.kind.value}, step {version.step}, {when} UTC, "
         f"{version.bytes} bytes{rows}"
@@ -111,10 +111,10 @@ def compact(chain: Chain, path: Path) -> None:
         raise
 
 
-def _written(part: PartWriter, restored: Restored) -> dict[str, Any]:
+def _written(part: PartWriter, restored: Restored) -> dict[str, object]:
     """Writes all tables and dense parameters; returns what describes them."""
-    tables: dict[str, Any] = {}
-    dense: dict[str, Any] = {}
+    tables: dict[str, object] = {}
+    dense: dict[str, object] = {}
     for name, saved in restored.described.items():
         if isinstance(saved, SavedTable):
             tables[name] = _table(part, restored, name, saved)
@@ -123,7 +123,7 @@ def _written(part: PartWriter, restored: Restored) -> dict[str, Any]:
     return {"shard": 0, "slots": [[0, SLOTS]], "tables": tables, "dense": dense}
 
 
-def _table(part: PartWriter, restored: Restored, name: str, saved: SavedTable) -> dict[str, Any]:
+def _table(part: PartWriter, restored: Restored, name: str, saved: SavedTable) -> dict[str, object]:
     count = 0
     for _, columns in restored.pieces(name):
         if len(columns["ids"]):
@@ -138,9 +138,9 @@ def _table(part: PartWriter, restored: Restored, name: str, saved: SavedTable) -
     return {"about": saved.encode(), "pieces": count, "steps": steps}
 
 
-def _dense(part: PartWriter, restored: Restored, name: str, saved: SavedDense) -> dict[str, Any]:
+def _dense(part: PartWriter, restored: Restored, name: str, saved: SavedDense) -> dict[str, object]:
     places = range(len(saved.pieces))
-    plain: dict[str, dict[str, Any]] = {}
+    plain: dict[str, dict[str, object]] = {}
     for place, piece in restored.dense_data(name, set(places)).items():
         part.add(f"dense/{name}/{place}/value", piece.value)
         for key, value in piece.state.items():
@@ -148,11 +148,11 @@ def _dense(part: PartWriter, restored: Restored, name: str, saved: SavedDense) -
                 part.add(f"dense/{name}/{place}/state/{key}", value)
             else:
                 plain.setdefault(str(place), {})[key] = value
-    found = [each.dense[name] for each in restored.shards if name in each.dense]
+    parts = [each.dense[name] for each in restored.shards if name in each.dense]
     return {
         "about": saved.encode(),
         "pieces": list(places),
         "plain": plain,
-        "steps": max(each.steps for each in found),
-        "loaded": any(each.is_loaded for each in found),
+        "steps": max(each.steps for each in parts),
+        "loaded": any(each.is_loaded for each in parts),
     }

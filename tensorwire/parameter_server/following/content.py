@@ -6,11 +6,10 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tensorwire.checkpoint import Kind, Version
@@ -23,6 +22,8 @@ from tensorwire.parameter_server.declarations.initialisers import (
 )
 from tensorwire.parameter_server.errors import SnapshotError
 from tensorwire.parameter_server.following.rows import Change, RowsView, TableRows
+from tensorwire.parameter_server.kernels.arrays import Array
+from tensorwire.parameter_server.opaque import UserValue
 from tensorwire.parameter_server.snapshots.contents import DTYPES, Restored
 from tensorwire.parameter_server.snapshots.published import content_of
 from tensorwire.parameter_server.snapshots.quantised import SCALE
@@ -56,7 +57,7 @@ class TableContent:
         """
         wanted = np.ascontiguousarray(ids.numpy())
         places = self.rows.find(wanted)
-        found = self.rows.gather(places)
+        values = self.rows.gather(places)
         absent = np.flatnonzero(places < 0)
         if len(absent):
             if self.init is None:
@@ -64,8 +65,8 @@ class TableContent:
                     f"id {wanted[absent[0]]} has no row in this version, and rows begin with "
                     f"{self.saved.init}, which is not known here"
                 )
-            self.init.fill(found.numpy(), absent, wanted[absent])
-        return found
+            self.init.fill(values.numpy(), absent, wanted[absent])
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Content:
 
     tables: Mapping[str, TableContent]
     dense: Mapping[str, DenseContent]
-    extra: Any
+    extra: UserValue
 
 
 def taken(held: Held[Content] | None, version: Version) -> Content:
@@ -160,7 +161,7 @@ def _read(
         change.forget_others()
 
 
-def _as_kept(columns: Mapping[str, Tensor]) -> NDArray[Any]:
+def _as_kept(columns: Mapping[str, Tensor]) -> Array:
     """Rows as ``TableRows`` keeps them: of eight bits, each has its scale behind it."""
     rows = columns["weight"]
     if rows.dtype == torch.int8:
@@ -182,11 +183,11 @@ def _dense(restored: Restored, name: str, saved: SavedDense) -> DenseContent:
         for shape, dtype in zip(saved.shapes, saved.dtypes, strict=True)
     ]
     places = set(range(len(saved.pieces)))
-    found = restored.dense_data(name, places)
-    if found.keys() != places:
+    pieces = restored.dense_data(name, places)
+    if pieces.keys() != places:
         raise SnapshotError(f"{restored.folder}: {name!r} lacks some of its pieces")
     for place, piece in enumerate(saved.pieces):
-        flat[piece.parameter][piece.start : piece.stop] = found[place].value.reshape(-1)
+        flat[piece.parameter][piece.start : piece.stop] = pieces[place].value.reshape(-1)
     shaped = zip(flat, saved.shapes, strict=True)
     return DenseContent(saved, tuple(each.view(shape) for each, shape in shaped))
 

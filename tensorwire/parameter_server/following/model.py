@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from tensorwire.parameter_server.following.content import (
     taken,
 )
 from tensorwire.parameter_server.messaging.messages import TableIds
+from tensorwire.parameter_server.opaque import UserValue
 
 if TYPE_CHECKING:
     pass
@@ -44,7 +45,7 @@ class FollowedView:
     def __init__(self, held: Held[Content]) -> None:
         self.version = held.version.number
         self.step = held.version.step
-        self.extra: Any = held.value.extra
+        self.extra: UserValue = held.value.extra
         self._content = held.value
 
     @property
@@ -109,27 +110,27 @@ class FollowedView:
             DeclarationError: there are none of that name in this version.
             ValueError: the module has others.
         """
-        found = self._dense(name)
-        names = found.saved.names
+        group = self._dense(name)
+        names = group.saved.names
         mine = {n: p for n, p in module.named_parameters() if p.numel() and p.requires_grad}
         chosen = [mine[n] for n in names if n in mine] if names else list(mine.values())
         shapes = [tuple(each.shape) for each in chosen]
-        if shapes != list(found.saved.shapes):
+        if shapes != list(group.saved.shapes):
             raise ValueError(
                 f"load_into: {name!r} has parameters {list(names)} of shapes "
-                f"{list(found.saved.shapes)}, but the module has {list(mine)} of shapes "
+                f"{list(group.saved.shapes)}, but the module has {list(mine)} of shapes "
                 f"{[tuple(each.shape) for each in mine.values()]}"
             )
         with torch.no_grad():
-            for parameter, value in zip(chosen, found.values, strict=True):
+            for parameter, value in zip(chosen, group.values, strict=True):
                 parameter.copy_(value)
 
     def _dense(self, name: str) -> DenseContent:
-        found = self._content.dense.get(name)
-        if found is None:
+        group = self._content.dense.get(name)
+        if group is None:
             names = sorted(self._content.dense)
             raise DeclarationError(f"there are no dense parameters {name!r}, but {names}")
-        return found
+        return group
 
 
 class FollowedTable:
@@ -158,7 +159,7 @@ class FollowedTable:
     def __repr__(self) -> str:
         return f"FollowedTable({self.name!r}, dim={self.dim})"
 
-    def __deepcopy__(self, memo: Any) -> FollowedTable:
+    def __deepcopy__(self, memo: object) -> FollowedTable:
         """Returns the same table, as a cluster's table does."""
         return self
 
@@ -219,8 +220,8 @@ class FollowedModel(Followed[Content]):
         self.rows = _Rows(self)
 
     def __repr__(self) -> str:
-        found = self._follower.held.version
-        return f"FollowedModel(version={found.number}, step={found.step}, tables={self.tables})"
+        version = self._follower.held.version
+        return f"FollowedModel(version={version.number}, step={version.step}, tables={self.tables})"
 
     def view(self) -> FollowedView:
         """The version that this thread has pinned; else the newest."""
@@ -242,10 +243,10 @@ class FollowedModel(Followed[Content]):
         """
         dim = table_of(self._follower.held.value, name).saved.dim
         with self._lock:
-            found = self._tables.get(name)
-            if found is None or found.dim != dim:
-                found = self._tables[name] = FollowedTable(self, name, dim)
-        return found
+            table = self._tables.get(name)
+            if table is None or table.dim != dim:
+                table = self._tables[name] = FollowedTable(self, name, dim)
+        return table
 
     def dense(self, name: str = "model") -> list[Tensor]:
         """The dense parameters of a model, of the newest version or of the pinned one.
@@ -361,10 +362,10 @@ def table_of(content: Content, name: str) -> TableContent:
     Raises:
         DeclarationError: there is none of that name.
     """
-    found = content.tables.get(name)
-    if found is None:
+    table = content.tables.get(name)
+    if table is None:
         raise DeclarationError(f"there is no table {name!r}, but {sorted(content.tables)}")
-    return found
+    return table
 
 
 def _check_ids(table: str, ids: Tensor) -> None:

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tensorwire.parameter_server.errors import SnapshotError
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Ints
+from tensorwire.parameter_server.kernels.arrays import Array, Bytes, Floats, Ints
 from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.rows.index import Index
 from tensorwire.parameter_server.rows.memory import Column
@@ -106,9 +106,9 @@ class Overlay:
     def correct(self, ids: Ints, places: Ints) -> None:
         """Puts the places of those ids that it knows in the place of those that were found."""
         if len(self.ids):
-            found = self._index.find(ids)
-            known = found >= 0
-            places[known] = self.places[found[known]]
+            at = self._index.find(ids)
+            known = at >= 0
+            places[known] = self.places[at[known]]
 
     def extended(self, by: Overlay) -> Overlay:
         """Makes an overlay that knows the ids of both; where both know one, ``by`` holds."""
@@ -193,7 +193,7 @@ class TableRows:
         halves = torch.from_numpy(self._column.rows).view(self.dtype)
         return halves.index_select(0, torch.from_numpy(places).clamp_min(0)).float()
 
-    def are_equal(self, places: Ints, rows: NDArray[Any]) -> NDArray[np.bool_]:
+    def are_equal(self, places: Ints, rows: Array) -> NDArray[np.bool_]:
         """Says of each place whether the row there has the bits of another."""
         bits = _BITS[self._column.dtype.itemsize]
         mine = self._column.rows[places].view(bits)
@@ -238,7 +238,7 @@ class TableRows:
             with self._gate.writing():
                 self._index.discard(known[begin : begin + _CHUNK])
 
-    def write(self, rows: NDArray[Any]) -> Ints:
+    def write(self, rows: Array) -> Ints:
         """Writes rows to places where nobody reads; returns which."""
         places = self._take_places(len(rows))
         if self._column.dtype == np.float32:
@@ -315,7 +315,7 @@ class Change:
             self._ids.append(ids)
             self._places.append(np.full(len(ids), GONE, np.int64))
 
-    def put(self, ids: Ints, rows: NDArray[Any]) -> None:
+    def put(self, ids: Ints, rows: Array) -> None:
         """Enters rows that came or changed, each id once."""
         places = self._rows.write(rows)
         self._taken.append(places)
@@ -326,7 +326,7 @@ class Change:
             self._ids.append(ids)
             self._places.append(places)
 
-    def compare(self, ids: Ints, rows: NDArray[Any]) -> None:
+    def compare(self, ids: Ints, rows: Array) -> None:
         """Takes some of all the rows that there are now; :meth:`forget_others` ends it."""
         assert self._before is not None
         if self._seen is None:
@@ -375,13 +375,13 @@ class Change:
         self._places.clear()
         index, at = _index_of(ids)
         came = places >= 0
-        found = np.full(index.count, GONE, np.int64)
-        found[at[came]] = places[came]
-        if int((found >= 0).sum()) != int(came.sum()):
+        latest = np.full(index.count, GONE, np.int64)
+        latest[at[came]] = places[came]
+        if int((latest >= 0).sum()) != int(came.sum()):
             raise SnapshotError("an id is there twice")
         once = np.empty(index.count, np.int64)
         once[at] = ids
-        return Overlay(once, found, index)
+        return Overlay(once, latest, index)
 
     def undo(self) -> None:
         """Leaves everything as it was before."""

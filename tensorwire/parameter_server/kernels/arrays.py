@@ -7,6 +7,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.parameter_server.opaque import Untyped
+
 Ints: TypeAlias = NDArray[np.int64]
 """Ids, or numbers of rows."""
 Slots: TypeAlias = NDArray[np.int64]
@@ -17,5 +19,7 @@ Halves: TypeAlias = NDArray[np.uint16]
 """Rows of numbers of 16 bits, as their bits."""
 Bools: TypeAlias = NDArray[np.bool_]
 """One truth for each id, row or slot."""
+Array: TypeAlias = NDArray[Untyped]
+"""Any of these; which one, its column says."""
 Bytes: TypeAlias = NDArray[np.uint8]
 """Marks."""

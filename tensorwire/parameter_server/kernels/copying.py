@@ -10,13 +10,14 @@ import ctypes
 import itertools
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.kernels.arrays import Array
 from tensorwire.parameter_server.kernels.sharing import WORTH, divide
 
 STREAM_FROM: Final = 16 << 20
@@ -61,9 +62,9 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     if not _is_plain(tensor, torch.float32):
         return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-    bits, found, finite = _bits(tensor.detach().view(-1)), [], kernels().finite
-    divide(len(bits), bits.nbytes, lambda begin, end: found.append(finite(bits[begin:end])))
-    return all(found)
+    bits, verdicts, finite = _bits(tensor.detach().view(-1)), [], kernels().finite
+    divide(len(bits), bits.nbytes, lambda begin, end: verdicts.append(finite(bits[begin:end])))
+    return all(verdicts)
 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -76,19 +77,19 @@ def _is_streamed(out: Tensor) -> bool:
     return out.nbytes >= STREAM_FROM and out.dtype == torch.float32
 
 
-def _bits(flat: Tensor) -> Any:
+def _bits(flat: Tensor) -> Array:
     return flat.detach().numpy().view(np.int32)
 
 
 def _streamed(sources: Sequence[Tensor], out: Tensor) -> bool:
     stream, target = kernels().stream_finite, _bits(out)
-    arrays, found = [_bits(each) for each in sources], []
+    arrays, verdicts = [_bits(each) for each in sources], []
 
     def move(source: int, first: int, to: int, count: int) -> None:
-        found.append(stream(arrays[source][first : first + count], target[to : to + count]))
+        verdicts.append(stream(arrays[source][first : first + count], target[to : to + count]))
 
     _divided(sources, out, move)
-    return all(found)
+    return all(verdicts)
 
 
 def _divided(sources: Sequence[Tensor], out: Tensor, move: Move) -> None:

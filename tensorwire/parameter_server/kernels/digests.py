@@ -7,10 +7,11 @@ digest differs after each change of a single word, and after others but for one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tensorwire.parameter_server.kernels import kernels
@@ -20,7 +21,7 @@ _BLOCK: Final = 1 << 22
 _MASK: Final = 2**64 - 1
 _OF_WORDS: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 
-Words: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
+Words: TypeAlias = NDArray[np.uint32]
 _NO_WORDS: Final[Words] = np.zeros(0, np.uint32)
 
 
@@ -37,17 +38,17 @@ class Digests:
 
     def now(self, places: Sequence[int]) -> dict[int, int]:
         """The digests of the tensors in these places, by place."""
-        kernel, found, elsewhere = kernels().digest, {}, []
+        kernel, digests, elsewhere = kernels().digest, {}, []
         for place in places:
             tensor = self._tensors[place]
             if tensor.is_cpu:
-                found[place] = _digest(self._words(place, tensor), kernel)
+                digests[place] = _digest(self._words(place, tensor), kernel)
             else:
                 elsewhere.append(place)
         if elsewhere:
             others = torch.stack([_elsewhere(self._tensors[place]) for place in elsewhere])
-            found.update(zip(elsewhere, others.tolist(), strict=True))  # waits for devices once
-        return found
+            digests.update(zip(elsewhere, others.tolist(), strict=True))  # waits for devices once
+        return digests
 
     def _words(self, place: int, tensor: Tensor) -> Words:
         """The bytes of a tensor of this host, as words; in its own memory if they fit."""
@@ -69,7 +70,7 @@ def _words_in(tensor: Tensor) -> int:
     return tensor.nbytes // 4 if tensor.is_contiguous() else -1
 
 
-def _digest(words: Words, kernel: Callable[[Words, int], Any]) -> int:
+def _digest(words: Words, kernel: Callable[[Words, int], int]) -> int:
     if words.nbytes < WORTH:
         return int(kernel(words, 0))
     parts: list[int] = []

@@ -25,7 +25,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
+
+from tensorwire.parameter_server.opaque import Untyped
 
 _logger = logging.getLogger("tensorwire")
 
@@ -102,7 +104,7 @@ class Meanwhile:
             "minute the first time on a machine; until then slower ones give the same results"
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Untyped:
         return getattr(self._now, name)
 
     @property

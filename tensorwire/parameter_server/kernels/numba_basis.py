@@ -6,7 +6,7 @@ after a change of this file ``__pycache__`` must go (``make clean``).
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from tensorwire.parameter_server.opaque import Numba
 
 _FUSES: Final = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 _MULTIPLIER: Final = np.uint64(0xD6E8FEB86659FD93)
@@ -29,22 +31,22 @@ STREAMED: Final = 8
 """Floats that one instruction copies."""
 
 
-def compiled(function: Any) -> Any:
+def compiled(function: Numba) -> Numba:
     """Compiles a kernel, which is kept for the next process."""
     return njit(nogil=True, cache=True)(function)
 
 
-def inlined(function: Any) -> Any:
+def inlined(function: Numba) -> Numba:
     """Makes a function a part of each kernel that uses it."""
     return njit(inline="always")(function)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def fma(_context: Any, a: Any, b: Any, c: Any) -> Any:
+def fma(_context: Numba, a: Numba, b: Numba, c: Numba) -> Numba:
     """``a * b + c``, rounded once where torch's kernels round once on this processor."""
     kind = ir.FloatType()
 
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    def generate(_context: Numba, builder: Numba, _signature: Numba, arguments: Numba) -> Numba:
         if not _FUSES:
             return builder.fadd(builder.fmul(arguments[0], arguments[1]), arguments[2])
         fused = builder.module.declare_intrinsic(
@@ -56,12 +58,12 @@ def fma(_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch(_context: Any, array: Any, i: Any, j: Any) -> Any:
+def prefetch(_context: Numba, array: Numba, i: Numba, j: Numba) -> Numba:
     """Asks for a line of the cache that is needed soon."""
     number = ir.IntType(32)
     address = ir.IntType(8).as_pointer()
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def generate(context: Numba, builder: Numba, signature: Numba, arguments: Numba) -> Numba:
         kind = signature.args[0]
         made = context.make_array(kind)(context, builder, arguments[0])
         at = cgutils.get_item_pointer(
@@ -80,7 +82,7 @@ def prefetch(_context: Any, array: Any, i: Any, j: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def stream(_context: Any, source: Any, target: Any, at: Any) -> Any:
+def stream(_context: Numba, source: Numba, target: Numba, at: Numba) -> Numba:
     """Copies :data:`STREAMED` float32, as their bits, past the caches.
 
     Returns True if one of them is infinite or not a number. ``target`` must be aligned there.
@@ -88,8 +90,8 @@ def stream(_context: Any, source: Any, target: Any, at: Any) -> Any:
     number = ir.IntType(32)
     vector = ir.VectorType(number, STREAMED)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def address(place: int) -> Any:
+    def generate(context: Numba, builder: Numba, signature: Numba, arguments: Numba) -> Numba:
+        def address(place: int) -> Numba:
             made = context.make_array(signature.args[place])(context, builder, arguments[place])
             return builder.bitcast(builder.gep(made.data, [arguments[2]]), vector.as_pointer())
 
@@ -106,10 +108,10 @@ def stream(_context: Any, source: Any, target: Any, at: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def fence(_context: Any) -> Any:
+def fence(_context: Numba) -> Numba:
     """Has all that :func:`stream` wrote seen by others before what is written next."""
 
-    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+    def generate(context: Numba, builder: Numba, _signature: Numba, _arguments: Numba) -> Numba:
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -117,51 +119,51 @@ def fence(_context: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def bits(_context: Any, value: Any) -> Any:
+def bits(_context: Numba, value: Numba) -> Numba:
     """The bits of a float32."""
 
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    def generate(_context: Numba, builder: Numba, _signature: Numba, arguments: Numba) -> Numba:
         return builder.bitcast(arguments[0], ir.IntType(32))
 
     return types.uint32(types.float32), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _floats_at(_context: Any, address: Any) -> Any:
+def _floats_at(_context: Numba, address: Numba) -> Numba:
     """A pointer to float32."""
     kind = types.CPointer(types.float32)
 
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    def generate(_context: Numba, builder: Numba, _signature: Numba, arguments: Numba) -> Numba:
         return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
 
     return kind(types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _ints_at(_context: Any, address: Any) -> Any:
+def _ints_at(_context: Numba, address: Numba) -> Numba:
     """A pointer to int64."""
     kind = types.CPointer(types.int64)
 
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    def generate(_context: Numba, builder: Numba, _signature: Numba, arguments: Numba) -> Numba:
         return builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
 
     return kind(types.int64), generate
 
 
 @inlined
-def column_at(address: Any, width: Any) -> Any:
+def column_at(address: Numba, width: Numba) -> Numba:
     """The column of float32 at an address; its end is not checked."""
     return carray(_floats_at(address), (1 << 40, width))
 
 
 @inlined
-def index_at(address: Any, size: Any) -> Any:
+def index_at(address: Numba, size: Numba) -> Numba:
     """The index of so many places at an address."""
     return carray(_ints_at(address), (size, 2))
 
 
 @inlined
-def mix(value: Any) -> Any:
+def mix(value: Numba) -> Numba:
     """The hash of an id."""
     mixed = np.uint64(value)
     mixed ^= mixed >> _S32
@@ -172,13 +174,13 @@ def mix(value: Any) -> Any:
 
 
 @inlined
-def home_of(identity: Any, capacity: Any) -> Any:
+def home_of(identity: Numba, capacity: Numba) -> Numba:
     """The place of an index at which an id is looked for first."""
     return np.int64(((mix(identity) & _LOW) * capacity) >> _S32)
 
 
 @inlined
-def random(state: Any) -> Any:
+def random(state: Numba) -> Numba:
     """64 bits that depend on a state."""
     mixed = (state ^ (state >> _S30)) * _MIX_1
     mixed = (mixed ^ (mixed >> _S27)) * _MIX_2

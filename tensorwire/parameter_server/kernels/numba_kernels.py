@@ -5,7 +5,7 @@ Reductions run along the columns, one after the other, several rows at a time.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from tensorwire.parameter_server.kernels.numba_many import gather_many as gather
 from tensorwire.parameter_server.kernels.numba_many import partition as partition
 from tensorwire.parameter_server.kernels.numba_many import pool as pool
 from tensorwire.parameter_server.kernels.numba_many import pool_back as pool_back
+from tensorwire.parameter_server.opaque import Numba
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _S32: Final = np.uint64(32)
@@ -231,16 +232,16 @@ def claim(pending: Bytes, rows: Ints, out: Ints) -> int:
 
 
 @compiled
-def finite(bits: Any) -> bool:
+def finite(bits: Numba) -> bool:
     """True if none of these float32, as their bits, is infinite or not a number."""
-    exponent, found = np.int32(0x7F800000), np.int32(0)
+    exponent, is_special = np.int32(0x7F800000), np.int32(0)
     for k in range(len(bits)):
-        found |= np.int32((bits[k] & exponent) == exponent)
-    return bool(found == 0)
+        is_special |= np.int32((bits[k] & exponent) == exponent)
+    return bool(is_special == 0)
 
 
 @compiled
-def stream_finite(source: Any, target: Any) -> bool:
+def stream_finite(source: Numba, target: Numba) -> bool:
     """Copies float32, as their bits, past the caches; True if all are finite.
 
     That takes no longer than to read them: what is overwritten is not read first.
@@ -249,15 +250,15 @@ def stream_finite(source: Any, target: Any) -> bool:
     begin = min(size, (-target.ctypes.data % width) // 4)
     end = begin + (size - begin) // STREAMED * STREAMED
     target[:begin], target[end:] = source[:begin], source[end:]
-    found = False
+    is_special = False
     for k in range(begin, end, STREAMED):
-        found |= stream(source, target, k)
+        is_special |= stream(source, target, k)
     fence()
-    return not found and finite(source[:begin]) and finite(source[end:])
+    return not is_special and finite(source[:begin]) and finite(source[end:])
 
 
 @compiled
-def digest(words: Any, first: int) -> Any:
+def digest(words: Numba, first: int) -> Numba:
     """The sum of 32-bit words, each times an odd number of its place, modulo 2**64.
 
     Args:
@@ -392,7 +393,7 @@ def normal(out: Floats, places: Ints, ids: Ints, seed: int, mean: float, std: fl
 
 
 @inlined
-def _noise(identity: Any, column: Any, seed: Any, update: Any) -> Any:
+def _noise(identity: Numba, column: Numba, seed: Numba, update: Numba) -> Numba:
     state = mix(np.uint64(identity) ^ np.uint64(seed)) + _GOLDEN * np.uint64(update)
     return random(state + _GOLDEN * np.uint64(column + 1))
 

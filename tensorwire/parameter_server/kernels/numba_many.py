@@ -144,22 +144,22 @@ def partition(shard_of: Ints, shards: int, ids: Ints, ends: Ints, order: Ints, s
         sizes: ``(shards, tables)``; gets how many ids of each table each shard keeps.
     """
     shift = np.uint64(54)
-    found = np.empty(len(ids), np.int64)
+    shard_at = np.empty(len(ids), np.int64)
     begins = np.zeros(shards + 1, np.int64)
     sizes[:] = 0
     start = 0
     for t in range(len(ends)):
         for k in range(start, ends[t]):
             shard = shard_of[np.int64(mix(ids[k]) >> shift)]
-            found[k] = shard
+            shard_at[k] = shard
             sizes[shard, t] += 1
             begins[shard + 1] += 1
         start = ends[t]
     for shard in range(shards):
         begins[shard + 1] += begins[shard]
     for k in range(len(ids)):
-        order[begins[found[k]]] = k
-        begins[found[k]] += 1
+        order[begins[shard_at[k]]] = k
+        begins[shard_at[k]] += 1
 
 
 # --- bags of many features

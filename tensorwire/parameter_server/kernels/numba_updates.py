@@ -11,8 +11,6 @@ taken between two kernels, as the math library that torch calls does not round t
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints
@@ -24,6 +22,7 @@ from tensorwire.parameter_server.kernels.numba_basis import (
     fma,
     prefetch,
 )
+from tensorwire.parameter_server.opaque import Numba
 
 
 @compiled
@@ -122,7 +121,7 @@ def adagrad_step(
 
 
 @compiled
-def square_sums(grad: Floats, out: Any) -> None:
+def square_sums(grad: Floats, out: Numba) -> None:
     """The sum of the squares of each row, column after column, eight rows at a time."""
     count, width = grad.shape
     whole = count - count % 8
@@ -151,7 +150,7 @@ def square_sums(grad: Floats, out: Any) -> None:
 
 @compiled
 def rowwise_sums(
-    sums: Ints, rows: Ints, ends: Ints, begin: int, end: int, squares: Any, width: int
+    sums: Ints, rows: Ints, ends: Ints, begin: int, end: int, squares: Numba, width: int
 ) -> None:
     """Adds each row's mean square to its sum; ``squares`` gets the sums."""
     start = 0
@@ -166,7 +165,7 @@ def rowwise_sums(
 
 @compiled
 def rowwise_step(
-    weights: Ints, rows: Ints, ends: Ints, begin: int, end: int, grad: Floats, steps: Any
+    weights: Ints, rows: Ints, ends: Ints, begin: int, end: int, grad: Floats, steps: Numba
 ) -> None:
     """Moves each row against its gradient by its own step."""
     width, start = grad.shape[1], 0

@@ -5,12 +5,13 @@ Updates are not among them: those of the rules themselves are torch (``rules``).
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 
 from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Halves, Ints, Slots
+from tensorwire.parameter_server.opaque import Untyped
 
 _MULTIPLIER: Final = np.uint64(0xD6E8FEB86659FD93)
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -24,11 +25,11 @@ UPDATES: Final = None
 """Empty, so that rules move rows by their own torch code."""
 
 
-def _u(number: int) -> Any:
+def _u(number: int) -> Untyped:
     return np.uint64(number)
 
 
-def _mix(values: Any) -> Any:
+def _mix(values: Untyped) -> Untyped:
     with np.errstate(over="ignore"):
         mixed = values.astype(np.uint64)
         for _ in range(2):
@@ -36,14 +37,14 @@ def _mix(values: Any) -> Any:
         return mixed ^ (mixed >> _u(32))
 
 
-def _random(state: Any) -> Any:
+def _random(state: Untyped) -> Untyped:
     with np.errstate(over="ignore"):
         mixed = (state ^ (state >> _u(30))) * _u(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> _u(27))) * _u(0x94D049BB133111EB)
         return mixed ^ (mixed >> _u(31))
 
 
-def _homes(table: Slots, ids: Ints) -> Any:
+def _homes(table: Slots, ids: Ints) -> Untyped:
     return (((_mix(ids) & _LOW) * _u(table.shape[0])) >> _u(32)).astype(np.int64)
 
 
@@ -55,10 +56,10 @@ def find(table: Slots, ids: Ints, rows: Ints) -> None:
     rows[:] = -1
     at, left = _homes(table, ids), np.arange(len(ids))
     while len(left):
-        keys, found = table[at, 0], table[at, 1]
-        hit = (found != -1) & (keys == ids[left])
-        rows[left[hit]] = found[hit]
-        on = (found != -1) & ~hit
+        keys, entries = table[at, 0], table[at, 1]
+        hit = (entries != -1) & (keys == ids[left])
+        rows[left[hit]] = entries[hit]
+        on = (entries != -1) & ~hit
         left, at = left[on], (at[on] + 1) % table.shape[0]
 
 
@@ -92,7 +93,7 @@ def rehash(old: Slots, table: Slots) -> None:
     _enter(table, kept[:, 0].copy(), kept[:, 1].copy())
 
 
-def _places(table: Slots, ids: Ints) -> Any:
+def _places(table: Slots, ids: Ints) -> Untyped:
     """The places of ids that are there."""
     places = np.empty(len(ids), np.int64)
     at, left = _homes(table, ids), np.arange(len(ids))
@@ -121,13 +122,13 @@ def remove(table: Slots, ids: Ints) -> None:
 
 def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
     """Finds the different ids, in the order in which they come, and where each one is."""
-    found, first, where = np.unique(ids, return_index=True, return_inverse=True)
+    distinct, first, where = np.unique(ids, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
-    place = np.empty(len(found), np.int64)
-    place[order] = np.arange(len(found))
-    unique[: len(found)] = found[order]
+    place = np.empty(len(distinct), np.int64)
+    place[order] = np.arange(len(distinct))
+    unique[: len(distinct)] = distinct[order]
     inverse[: len(ids)] = place[where.reshape(-1)]
-    return len(found)
+    return len(distinct)
 
 
 def dedup_many(
@@ -145,12 +146,12 @@ def dedup_many(
 
 def partition(shard_of: Ints, shards: int, ids: Ints, ends: Ints, order: Ints, sizes: Ints) -> None:
     """Orders ids by the shard that keeps each, and leaves the order within a shard."""
-    found = np.empty(len(ids), np.int64)
-    slots(ids, found)
-    found = shard_of[found]
-    order[:] = np.argsort(found, kind="stable")
+    shard_at = np.empty(len(ids), np.int64)
+    slots(ids, shard_at)
+    shard_at = shard_of[shard_at]
+    order[:] = np.argsort(shard_at, kind="stable")
     table = np.searchsorted(ends, np.arange(len(ids)), "right")
-    counts = np.bincount(found * len(ends) + table, minlength=shards * len(ends))
+    counts = np.bincount(shard_at * len(ends) + table, minlength=shards * len(ends))
     sizes[:] = counts.reshape(shards, len(ends))
 
 
@@ -188,12 +189,12 @@ def claim(pending: Bytes, rows: Ints, out: Ints) -> int:
 # --- rows
 
 
-def finite(bits: Any) -> bool:
+def finite(bits: Untyped) -> bool:
     """True if none of these float32, as their bits, is infinite or not a number."""
     return bool(np.isfinite(bits.view(np.float32)).all())
 
 
-def digest(words: Any, first: int) -> Any:
+def digest(words: Untyped, first: int) -> Untyped:
     """The sum of 32-bit words, each times an odd number of its place, modulo 2**64.
 
     Args:
@@ -209,14 +210,14 @@ def digest(words: Any, first: int) -> Any:
     return total
 
 
-def stream_finite(source: Any, target: Any) -> bool:
+def stream_finite(source: Untyped, target: Untyped) -> bool:
     """Copies float32, as their bits; True if all are finite."""
-    found = True
+    is_finite = True
     for begin in range(0, len(source), _BLOCK):
         block = source[begin : begin + _BLOCK]
-        found &= finite(block)
+        is_finite &= finite(block)
         target[begin : begin + _BLOCK] = block  # which is in the cache now
-    return found
+    return is_finite
 
 
 def gather(source: Floats, rows: Ints, out: Floats) -> None:
@@ -250,7 +251,7 @@ def add_rows(values: Floats, inverse: Ints, out: Floats) -> None:
 # --- initial values
 
 
-def _states(ids: Ints, seed: int) -> Any:
+def _states(ids: Ints, seed: int) -> Untyped:
     return _mix(ids.astype(np.uint64) ^ np.int64(seed).astype(np.uint64))[:, None]
 
 
@@ -280,7 +281,7 @@ def normal(out: Floats, places: Ints, ids: Ints, seed: int, mean: float, std: fl
 # --- sixteen bits
 
 
-def _noise(ids: Ints, width: int, seed: int, update: int) -> Any:
+def _noise(ids: Ints, width: int, seed: int, update: int) -> Untyped:
     columns = np.arange(1, width + 1).astype(np.uint64)
     with np.errstate(over="ignore"):
         state = _states(ids, seed) + _GOLDEN * np.int64(update).astype(np.uint64)

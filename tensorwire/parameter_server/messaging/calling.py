@@ -6,7 +6,7 @@ import enum
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -14,7 +14,8 @@ import rpc
 from rpc import extend
 from tensorwire.parameter_server.decisions.lives import CUT_OFF, Latest, Verdict, verdict
 from tensorwire.parameter_server.decisions.views import Client, Server
-from tensorwire.parameter_server.messaging.messages import Exchange
+from tensorwire.parameter_server.messaging.messages import Exchange, Message
+from tensorwire.parameter_server.opaque import Function, Response
 
 _logger: Final = logging.getLogger("tensorwire")
 _SERVER: Final = "tensorwire.parameter_server.server.host"
@@ -41,16 +42,20 @@ class Caller:
     def __init__(self, worker: extend.Worker, cluster: str) -> None:
         self._worker = worker
         self._cluster = cluster
-        self._open: set[rpc.Future[Any]] = set()
+        self._open: set[rpc.Future[Response]] = set()
         self._has_given_up = False
 
-    def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
+    def call(self, to: Server, message: Message, then: Callable[[object], object]) -> None:
         """Calls a server; ``then`` gets its answer, or ``LOST``, on some thread."""
         function = _function_for(message)
         self._call(to.name, function, (self._cluster, to.incarnation, message), then)
 
     def _call(
-        self, to: str, function: Any, args: tuple[Any, ...], then: Callable[[Any], object]
+        self,
+        to: str,
+        function: Function,
+        args: tuple[object, ...],
+        then: Callable[[object], object],
     ) -> None:
         try:
             future = rpc.rpc_async(to, function, args=args, timeout=0)
@@ -59,20 +64,20 @@ class Caller:
             then(LOST)
             return
 
-        def done(future: rpc.Future[Any]) -> None:
+        def done(future: rpc.Future[Response]) -> None:
             then(_answer_of(future))
 
         future.add_done_callback(done)
         self._keep(future)
 
-    def _keep(self, future: rpc.Future[Any]) -> None:
+    def _keep(self, future: rpc.Future[Response]) -> None:
         self._open.add(future)
         future.add_done_callback(self._open.discard)
         if self._has_given_up:
             future.cancel()
 
     def ask_trainer(
-        self, to: Server, suspects: frozenset[Server], then: Callable[[Any], object]
+        self, to: Server, suspects: frozenset[Server], then: Callable[[object], object]
     ) -> None:
         """Asks a trainer if these lives are lost to it, too; ``then`` gets a bool, or ``LOST``."""
         self._call(to.name, are_lost_here, (to.incarnation, suspects), then)
@@ -93,14 +98,14 @@ class Caller:
             future.cancel()
 
 
-def _function_for(message: Any) -> Callable[..., Any]:
+def _function_for(message: Message) -> Function:
     """The function that takes a message; metrics and traces tell calls apart by its name."""
     if type(message) is not Exchange:
         return handle
     return pull if message.push is None else push
 
 
-def _answer_of(future: torch.futures.Future[Any]) -> Any:
+def _answer_of(future: torch.futures.Future[Response]) -> Response:
     try:
         return future.value()
     except rpc.RpcError as error:
@@ -146,7 +151,7 @@ def are_lost_here(incarnation: int, suspects: frozenset[Server]) -> bool:
 
 
 @rpc.functions.async_execution
-def handle(cluster: str, incarnation: int, message: Any) -> torch.futures.Future[Any]:
+def handle(cluster: str, incarnation: int, message: Message) -> torch.futures.Future[Response]:
     """Takes, at a server, a message for that life of it.
 
     Args:
@@ -154,19 +159,19 @@ def handle(cluster: str, incarnation: int, message: Any) -> torch.futures.Future
         incarnation: of the server that is meant.
         message: one of ``messages``.
     """
-    future: torch.futures.Future[Any] = torch.futures.Future()
+    future: torch.futures.Future[Response] = torch.futures.Future()
     server = importlib.import_module(_SERVER)  # by name: a trainer never imports it
     server.host().take(cluster, incarnation, future, message)
     return future
 
 
 @rpc.functions.async_execution
-def push(cluster: str, incarnation: int, message: Exchange) -> torch.futures.Future[Any]:
+def push(cluster: str, incarnation: int, message: Exchange) -> torch.futures.Future[Response]:
     """Takes, at a server, a push, and the pull in the same message; see :func:`handle`."""
     return handle(cluster, incarnation, message)
 
 
 @rpc.functions.async_execution
-def pull(cluster: str, incarnation: int, message: Exchange) -> torch.futures.Future[Any]:
+def pull(cluster: str, incarnation: int, message: Exchange) -> torch.futures.Future[Response]:
     """Takes, at a server, a pull that comes alone; see :func:`handle`."""
     return handle(cluster, incarnation, message)

@@ -6,7 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from rpc import extend
 from tensorwire.parameter_server.decisions.confirmation import Confirmation, named_in
@@ -37,9 +37,9 @@ def confirmed(worker: extend.Worker, cluster: str, view: View, timeout: float) -
         TimeoutError: none that may know the cluster has answered.
     """
     latest = partial(_latest, worker)
-    found = _asked(worker, cluster, view, lambda: named_in(view, latest), timeout)
-    assert found is not None
-    return found
+    later = _asked(worker, cluster, view, lambda: named_in(view, latest), timeout)
+    assert later is not None
+    return later
 
 
 def known_view(
@@ -71,14 +71,14 @@ def _asked(
 ) -> View | None:
     me = Server(worker.info.name, worker.life.incarnation)
     confirmation = Confirmation(read)
-    answers: queue.SimpleQueue[tuple[Server, Any]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[Server, object]] = queue.SimpleQueue()
     caller = Caller(worker, cluster)
     deadline = time.monotonic() + timeout
 
     def may_know(life: Server) -> bool:
         return life != me and verdict_on(worker, life) is not Verdict.OVER
 
-    def take(server: Server, answer: Any) -> None:
+    def take(server: Server, answer: object) -> None:
         if answer is LOST and verdict_on(worker, server) is not Verdict.OVER:
             confirmation.missed(server)
         else:
@@ -113,7 +113,7 @@ def _rest(deadline: float) -> None:
     time.sleep(min(_PAUSE, left))
 
 
-def _put(answers: queue.SimpleQueue[tuple[Server, Any]], server: Server, answer: Any) -> None:
+def _put(answers: queue.SimpleQueue[tuple[Server, object]], server: Server, answer: object) -> None:
     answers.put((server, answer))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,11 +12,19 @@ from torch import Tensor
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.pushes import Push, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
-from tensorwire.parameter_server.decisions.records import Assign, Heard, Import
+from tensorwire.parameter_server.decisions.records import (
+    Assign,
+    Heard,
+    Import,
+    Record,
+    ReplicaState,
+)
 from tensorwire.parameter_server.decisions.samples import LeaseAsked
 from tensorwire.parameter_server.decisions.views import Server
 from tensorwire.parameter_server.declarations.dense_spec import PieceData
 from tensorwire.parameter_server.declarations.wire import Packed
+from tensorwire.parameter_server.kernels.arrays import Array, Ints
+from tensorwire.parameter_server.opaque import Carried, Response
 
 CHANNEL: Final = "tensorwire.ps/view/"
 """Begins the name of the channel on which clients hear of views; the cluster's name follows."""
@@ -94,7 +102,7 @@ class DensePush:
 
     grads: Mapping[torch.dtype, Packed]
     absent: frozenset[int]
-    hyper: tuple[Mapping[str, Any], ...]
+    hyper: tuple[Mapping[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +314,7 @@ class Asking:
 class Granted:
     """The answer to a request that is done."""
 
-    result: Any
+    result: Response
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +331,7 @@ class Logged:
     shard: int
     version: int
     position: int
-    record: Any
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +426,7 @@ class CopyPiece:
     copy: tuple[int, int, str]
     version: int
     table: str
-    rows: Any
+    rows: tuple[Ints, Mapping[str, Array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +438,7 @@ class Install:
         shard: the shard.
         position: of the log.
         version: of the chain.
-        clock: the replica's.
+        state: the replica's.
         rest: what else the state holds.
     """
 
@@ -438,8 +446,8 @@ class Install:
     shard: int
     position: int
     version: int
-    clock: Mapping[str, Any]
-    rest: Any
+    state: ReplicaState
+    rest: Carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,3 +479,10 @@ class LeaseOf:
 @dataclass(frozen=True, slots=True)
 class Describe:
     """A question for what this server can say of itself; answered with plain data."""
+
+
+Message = (
+    Exchange | Reserve | See | LatestView | Poll | Command | Asking | Logged | Bring | Telling
+    | Setting | Getting | CopyPiece | Install | CountOf | AccountOf | LeaseOf | Describe
+)  # fmt: skip
+"""Any message to a server."""

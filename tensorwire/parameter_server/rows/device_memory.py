@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from tensorwire.parameter_server.kernels.arrays import Floats, Ints
+from tensorwire.parameter_server.kernels.arrays import Array, Floats, Ints
 
 _FIRST: Final = 1024
 _SPARE: Final = 4
@@ -45,10 +44,10 @@ class DeviceColumn:
         return to_device(torch.as_tensor(rows), self.tensor.device)
 
     def __getitem__(self, rows: Ints) -> Floats:
-        found: Floats = to_host(self.tensor[self.index(rows)]).numpy()
-        return found
+        values: Floats = to_host(self.tensor[self.index(rows)]).numpy()
+        return values
 
-    def __setitem__(self, rows: Ints, values: NDArray[Any] | float) -> None:
+    def __setitem__(self, rows: Ints, values: Array | float) -> None:
         given = torch.tensor(values, dtype=torch.float32)
         self.tensor[self.index(rows)] = to_device(given, self.tensor.device)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
+
+from tensorwire.parameter_server.kernels.arrays import Array
 
 _RESERVED: Final = ((64, 1 << 38), (512, 1 << 36))
 """Columns of a process, and the bytes of addresses that so many reserve each. A process has 2**47,
@@ -40,9 +42,9 @@ class Column:
         self._row_bytes = self.dtype.itemsize * width
         self._memory = _reserve(_usual(len(self._all)) if reserved is None else reserved)
         self._all.add(self)
-        self.rows: NDArray[Any] = self._view()
+        self.rows: Array = self._view()
 
-    def _view(self) -> NDArray[Any]:
+    def _view(self) -> Array:
         count = len(self._memory) // self._row_bytes
         flat = np.frombuffer(self._memory, self.dtype, count * self.width)
         self.address: int = flat.__array_interface__["data"][0]

@@ -43,12 +43,12 @@ def device(wanted: str | torch.device) -> torch.device | None:
         ValueError: this machine has no such device.
     """
     try:
-        found = torch.device(wanted)
-        if found.type != "cpu":
-            torch.empty(0, device=found)
+        chosen = torch.device(wanted)
+        if chosen.type != "cpu":
+            torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"serve: device={str(wanted)!r} cannot be used here: {error}") from error
-    return None if found.type == "cpu" else found
+    return None if chosen.type == "cpu" else chosen
 
 
 def bytes_free(device: torch.device | None = None) -> int:
@@ -70,8 +70,8 @@ def _of_machine() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 1 << 62
-    found = [line for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0].split()[1]) << 10 if found else 1 << 62
+    available = [line for line in lines if line.startswith("MemAvailable:")]
+    return int(available[0].split()[1]) << 10 if available else 1 << 62
 
 
 def _of_group() -> int:

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import rpc
 from tensorwire.parameter_server.decisions import orders, tasks, views
@@ -104,12 +104,12 @@ class Coordinating:
     def _role_members(self, view: View) -> set[Server]:
         """The workers of the cluster's role that are there; none if its servers have names."""
         role = str(view.settings.get("role", ""))
-        found = set()
+        members = set()
         for info in self._node.host.worker.members() if role else ():
             latest = latest_life(self._node.host.worker, info.name)
             if latest is not None and Server(info.name, 0).is_of(role):
-                found.add(Server(info.name, latest.incarnation))
-        return found
+                members.add(Server(info.name, latest.incarnation))
+        return members
 
     def _arrived(self, server: Server) -> None:
         """Takes one more worker of the cluster's role, which may not know of the cluster."""
@@ -164,7 +164,7 @@ class Coordinating:
         self._requests[number] = call
         self._do(self._coordinator.asked(number, what))
 
-    def _answered(self, ask: int, answer: Any, by: Server | None = None) -> None:
+    def _answered(self, ask: int, answer: object, by: Server | None = None) -> None:
         if answer is LOST or isinstance(answer, NotHead):
             return  # it will be told to another, or this coordinator is out of date
         if self._coordinator is not None:
@@ -203,7 +203,7 @@ class Coordinating:
         command = messages.Command(view.encode(), view.term, effect.shard, effect.order)
         coordinator = self._coordinator
 
-        def answered(answer: Any) -> None:
+        def answered(answer: object) -> None:
             if self._coordinator is coordinator:
                 self._answered(effect.ask, answer, effect.to)
 
@@ -213,12 +213,12 @@ class Coordinating:
         coordinator = self._coordinator
         assert coordinator is not None
 
-        def answered(answer: Any) -> None:
+        def answered(answer: object) -> None:
             if self._coordinator is coordinator:
                 vote = None if answer is LOST else answer is True
                 self._do(coordinator.answered(effect.ask, vote))
 
-        def trainer_answered(answer: Any) -> None:
+        def trainer_answered(answer: object) -> None:
             with self._node.acting():
                 if answer is False and self._coordinator is coordinator:
                     again = partial(self._node.host.after, _SECONDS_BETWEEN_POLLS, ask_trainer)
@@ -257,14 +257,14 @@ class Coordinating:
 
         def put() -> None:
             try:
-                found = self._meeting.replace(self._node.cluster, effect.expected, effect.view)
+                stored = self._meeting.replace(self._node.cluster, effect.expected, effect.view)
             except rpc.RpcError as error:
                 _logger.error("the group's store is gone; the cluster stays as it is: %s", error)
                 return
             with self._node.acting():
                 if self._coordinator is coordinator:
-                    self._do(coordinator.stored(found, found == effect.view))
-                self._node.see(found)
+                    self._do(coordinator.stored(stored, stored == effect.view))
+                self._node.see(stored)
 
         self._node.later(put)
 
@@ -283,7 +283,7 @@ class Coordinating:
             with contextlib.suppress(rpc.RpcError):
                 self._node.host.worker.post(name, channel, text.encode())
 
-    def _settle(self, request: int, answer: Any) -> None:
+    def _settle(self, request: int, answer: object) -> None:
         calls = self._drafts.end(request, isinstance(answer, messages.Granted))
         if request in self._requests:
             calls.append(self._requests.pop(request))
@@ -297,15 +297,15 @@ class Coordinating:
     def _look_again(self) -> None:
         node = self._node
         try:
-            found = self._meeting.view(node.cluster)
+            view = self._meeting.view(node.cluster)
         except rpc.RpcError as error:
             if not node.has_ended:
                 _logger.error("cluster %r: the view cannot be read: %s", node.cluster, error)
                 node.host.after(_SECONDS_AFTER_AN_ERROR, self._look_again)
             return
-        if found is not None:
+        if view is not None:
             with node.acting():
-                node.see(found)
+                node.see(view)
 
     def _ring(self) -> None:
         with self._node.acting():
@@ -322,7 +322,7 @@ class Coordinating:
     def _examine(self, effect: tasks.Examine) -> None:
         self._aside(effect.ask, lambda: examine(effect.snapshots))
 
-    def _aside(self, ask: int, work: Callable[[], Any]) -> None:
+    def _aside(self, ask: int, work: Callable[[], object]) -> None:
         """Does what takes long on a thread of its own, and gives the coordinator the answer."""
         coordinator = self._coordinator
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from tensorwire.parameter_server.decisions.records import StartCopy
 from tensorwire.parameter_server.decisions.views import Server
-from tensorwire.parameter_server.messaging.messages import CopyPiece, Install
+from tensorwire.parameter_server.messaging.messages import CopyPiece, Install, Message
 from tensorwire.parameter_server.server.shard import ShardServer
 from tensorwire.parameter_server.storage.table import Rows
 
@@ -39,7 +39,7 @@ class Copies:
     def take(self, piece: CopyPiece) -> bool:
         """Takes some rows of a copy."""
         ids, columns = piece.rows
-        rows = Rows(ids, columns)
+        rows = Rows(ids, dict(columns))
         self._incoming.setdefault(piece.copy, {}).setdefault(piece.table, []).append(rows)
         return True
 
@@ -67,7 +67,7 @@ class Copies:
         try:
             arrived = self._send_rows(shard, effect, name, frozen) and self._ask(
                 effect.heir,
-                Install(name, name[0], effect.position, effect.version, dict(effect.clock), rest),
+                Install(name, name[0], effect.position, effect.version, effect.state, rest),
             )
         finally:
             with shard.lane.state_lock:
@@ -89,7 +89,7 @@ class Copies:
                     return False
         return True
 
-    def _ask(self, to: Server, message: Any) -> Any:
-        answer: Future[Any] = Future()
+    def _ask(self, to: Server, message: Message) -> object:
+        answer: Future[object] = Future()
         self._node.caller.call(to, message, answer.set_result)
         return answer.result()

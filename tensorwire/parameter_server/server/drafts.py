@@ -91,19 +91,19 @@ class Drafts:
     def _taken(self, what: orders.TakeSnapshot, view: View) -> Snapshot | None:
         """The same snapshot, if another has had it taken."""
         began, *_ = view.settings.get("restore", [""])
-        found = [s for s in view.snapshots if s.folder == what.folder != began]
-        if not found or what.asker is None or what.step < 0:
+        earlier = [s for s in view.snapshots if s.folder == what.folder != began]
+        if not earlier or what.asker is None or what.step < 0:
             return None
         wanted = self._done.get(what.folder)
         if wanted is None:  # another coordinator's: it is the same if it has all of the asker's
             trainer = view.trainer(what.asker)
-            count = -1 if trainer is None else found[0].counts.get(trainer.number, -1)
-            return found[0] if count >= what.step and not what.overwrite else None
+            count = -1 if trainer is None else earlier[0].counts.get(trainer.number, -1)
+            return earlier[0] if count >= what.step and not what.overwrite else None
         is_new = what.asker not in wanted.askers and wanted.order.extra == what.extra
         if not (is_new and wanted.order.step == what.step):
             return None
         wanted.askers.add(what.asker)
-        return found[0]
+        return earlier[0]
 
     def end(self, request: int, is_done: bool) -> list[Call]:
         """Ends a request that is answered; returns who else gets that answer."""

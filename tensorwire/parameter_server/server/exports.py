@@ -6,7 +6,7 @@ The node's lock is held wherever this is called, except where it says otherwise.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tensorwire.parameter_server.decisions.records import Import, NotHead
 from tensorwire.parameter_server.messaging import messages
@@ -46,7 +46,7 @@ class Exports:
         rows = Import(number, epoch, moved, moved.accounts)
         bring = messages.Bring(target, node.shards[number].replica.version, rows)
 
-        def answered(answer: Any) -> None:
+        def answered(answer: object) -> None:
             self._under_way.discard(key)
             shard = node.shards.get(number)
             if shard is None:

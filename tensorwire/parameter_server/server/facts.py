@@ -34,14 +34,14 @@ def facts_of(nodes: dict[str, Node]) -> dict[str, object]:
 def trainers_behind(node: Node) -> set[str]:
     """The trainers whose pushes this server's pulls, or pushes of others, wait for."""
     names = _names(node)
-    found: set[str] = set()
+    behind: set[str] = set()
     for shard in list(node.shards.values()):
         held = shard.replica.clock.held
         if shard.replica.is_head and (shard.replica.parked or held):
             counts = {t: count for t, count in _counts(shard).items() if t not in held}
             low = min(counts.values(), default=0)
-            found |= {names[t] for t, count in counts.items() if count == low and t in names}
-    return found
+            behind |= {names[t] for t, count in counts.items() if count == low and t in names}
+    return behind
 
 
 def _behind(node: Node) -> list[tuple[str, int]]:

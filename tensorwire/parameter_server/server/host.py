@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -21,8 +21,10 @@ from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.declarations.arguments import whole
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.confirming import confirmed
+from tensorwire.parameter_server.messaging.messages import Message
 from tensorwire.parameter_server.messaging.settings import Meeting
 from tensorwire.parameter_server.metrics import text_of
+from tensorwire.parameter_server.opaque import Json, Response
 from tensorwire.parameter_server.server import available
 from tensorwire.parameter_server.server.available import Claim
 from tensorwire.parameter_server.server.facts import facts_of
@@ -73,7 +75,11 @@ class Host:
         return node
 
     def take(
-        self, cluster: str, incarnation: int, future: torch.futures.Future[Any], message: Any
+        self,
+        cluster: str,
+        incarnation: int,
+        future: torch.futures.Future[Response],
+        message: Message,
     ) -> None:
         """Takes a message."""
         call = Call(future)
@@ -199,7 +205,7 @@ class Host:
         name = self.worker.info.name
         return f"server {name!r} has {max(free, 0)} bytes left, and a push may need {wanted}"
 
-    def describe(self, node: Node) -> dict[str, Any]:
+    def describe(self, node: Node) -> dict[str, Json]:
         """All that this server can say of itself."""
         with self._lock:
             shards = dict(node.shards)
@@ -209,12 +215,12 @@ class Host:
             "shards": {number: _described(shard) for number, shard in shards.items()},
         }
 
-    def _facts(self) -> dict[str, object]:
+    def _facts(self) -> dict[str, Json]:
         with self._lock:
             nodes = dict(self._nodes)
         return facts_of(nodes)
 
-    def describe_all(self) -> dict[str, dict[str, Any]]:
+    def describe_all(self) -> dict[str, dict[str, Json]]:
         """Returns all that this server can say of itself, by cluster."""
         with self._lock:
             nodes = dict(self._nodes)
@@ -250,9 +256,9 @@ class Host:
         with node.acting():
             node.see(view)
         done = threading.Event()
-        answers: list[Any] = []
+        answers: list[object] = []
 
-        def answered(answer: Any) -> None:
+        def answered(answer: object) -> None:
             answers.append(answer)
             done.set()
 
@@ -264,7 +270,7 @@ class Host:
         return isinstance(answers[0], messages.Granted)
 
 
-def _described(shard: Any) -> dict[str, Any]:
+def _described(shard: ShardServer) -> dict[str, Json]:
     replica, state = shard.replica, shard.state
     with shard.lane.state_lock:
         return {

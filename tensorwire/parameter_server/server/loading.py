@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from tensorwire.parameter_server.declarations.rules import (
 )
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.kernels import kernels, meanwhile
+from tensorwire.parameter_server.kernels.arrays import Array
 from tensorwire.parameter_server.storage import tables
 from tensorwire.parameter_server.storage.table import Part, Table
 
@@ -69,7 +70,7 @@ def exercise(k: ModuleType) -> None:
     k.stream_finite(bits, np.empty_like(bits))
 
 
-def _use(k: ModuleType, rule: Rule, init: Initialiser) -> np.ndarray[Any, Any]:
+def _use(k: ModuleType, rule: Rule, init: Initialiser) -> Array:
     spec = TableSpec("loading", 4, rule, init)
     table = Table(spec, k)
     ids, rows = np.arange(1000, dtype=np.int64), np.empty((1000, 4), np.float32)

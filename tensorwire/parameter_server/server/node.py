@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from tensorwire.parameter_server.decisions import lives, orders, shares, views
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
@@ -22,6 +22,7 @@ from tensorwire.parameter_server.decisions.records import (
     Heard,
     Inform,
     NotHead,
+    Record,
     Safe,
     StartCopy,
 )
@@ -31,8 +32,10 @@ from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller, latest_life
+from tensorwire.parameter_server.messaging.messages import Message
 from tensorwire.parameter_server.messaging.outbox import Outbox
 from tensorwire.parameter_server.messaging.settings import consistency_of
+from tensorwire.parameter_server.opaque import Function
 from tensorwire.parameter_server.server.available import Claim
 from tensorwire.parameter_server.server.coordinating import Coordinating
 from tensorwire.parameter_server.server.copying import Copies, Name
@@ -56,8 +59,8 @@ class _Outgoing:
     """A call to another server."""
 
     to: Server
-    message: Any
-    then: Callable[[Any], object]
+    message: Message
+    then: Callable[[object], object]
 
 
 class Node:
@@ -75,7 +78,7 @@ class Node:
         self.view: View | None = None
         self.shards: dict[int, ShardServer] = {}
         self.caller = Caller(host.worker, cluster)
-        self.lives = Lives(lambda name: latest_life(host.worker, name))
+        self.lives = Lives[_Outgoing](lambda name: latest_life(host.worker, name))
         self.copies = Copies(self)
         self._exports = Exports(self)
         self.coordinating = Coordinating(self)
@@ -92,7 +95,7 @@ class Node:
 
     # --- one thing at a time
 
-    def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
+    def call(self, to: Server, message: Message, then: Callable[[object], object]) -> None:
         """Calls another server; ``then`` gets the answer, or ``LOST``, with the lock held."""
         call = _Outgoing(to, message, then)
         self.later(lambda: self._send(call))
@@ -100,7 +103,7 @@ class Node:
     def _send(self, call: _Outgoing) -> None:
         was_heard_of = self.lives.verdict(call.to) is not Verdict.UNHEARD
 
-        def answered(answer: Any) -> None:
+        def answered(answer: object) -> None:
             if self._closed:
                 return
             with self.acting():
@@ -242,7 +245,7 @@ class Node:
 
     # --- what others call
 
-    def handle(self, call: Call, message: Any) -> None:
+    def handle(self, call: Call, message: Message) -> None:
         """Answers a call."""
         with self.acting():
             if self._closed or self._expelled:
@@ -370,19 +373,19 @@ class Node:
             self.carry_out(message.shard, shard.replica.assigned(message.values, call))
 
     def _get(self, call: Call, message: messages.Getting) -> None:
-        found = self.shards.get(message.shard)
-        if found is None:
+        shard = self.shards.get(message.shard)
+        if shard is None:
             call.answer(NotHead())
             return
-        may, effects = found.replica.looked_at(time.monotonic())
+        may, effects = shard.replica.looked_at(time.monotonic())
         self.carry_out(message.shard, effects)
         if not may:
             call.answer(NotHead())
             return
 
         def answer() -> None:
-            with found.lane.state_lock:
-                group = found.state.dense.get(message.name)
+            with shard.lane.state_lock:
+                group = shard.state.dense.get(message.name)
                 data = NotHead() if group is None else group.data(group.pieces)
             call.answer(data)
 
@@ -397,8 +400,8 @@ class Node:
         shard, _, sender = copy
         if self.view is None or not views.is_outdated(self.view, shard, version):
             return True
-        found = self.view.shard(shard)
-        return found is not None and sender in map(str, found.chain)
+        described = self.view.shard(shard)
+        return described is not None and sender in map(str, described.chain)
 
     def _install(self, call: Call, message: messages.Install) -> None:
         number = message.shard
@@ -411,7 +414,7 @@ class Node:
             call.answer(False)
             return
         shard = self._make(number, message.position, message.version)
-        shard.replica.load(message.clock)
+        shard.replica.load(message.state)
         shard.state.become(message.rest, pieces)
         self._joining.add(number)
         self._take_early(number)
@@ -475,7 +478,7 @@ class Node:
     def _describe(self, call: Call, message: messages.Describe) -> None:
         call.answer(self.host.describe(self))
 
-    _handlers: Final[dict[type, Callable[[Node, Call, Any], None]]] = {
+    _handlers: Final[dict[type, Function]] = {
         messages.Exchange: _exchange,
         messages.Reserve: _reserve,
         messages.Command: _command,
@@ -511,8 +514,8 @@ class Node:
             shard.lane.put(work)
             self.later(shard.lane.run)
 
-    def _forward(self, number: int, effect: Forward) -> None:
-        def acknowledged(answer: Any) -> None:
+    def _forward(self, number: int, effect: Forward[Record]) -> None:
+        def acknowledged(answer: object) -> None:
             shard = self.shards.get(number)
             if shard is not None and isinstance(answer, Safe):
                 effects = shard.replica.acknowledged(effect.to, answer.position, effect.version)
@@ -525,13 +528,13 @@ class Node:
         assert self.view is not None
         heard, version = Heard(number, effect.ready), self.shards[number].replica.version
         for other in effect.ready.others:
-            found = self.view.shard(other)
-            if found is not None and found.chain:
+            described = self.view.shard(other)
+            if described is not None and described.chain:
                 telling = messages.Telling(other, version, heard)
-                self.call(found.head, telling, self._informed(number))
+                self.call(described.head, telling, self._informed(number))
 
-    def _informed(self, number: int) -> Callable[[Any], None]:
-        def done(answer: Any) -> None:
+    def _informed(self, number: int) -> Callable[[object], None]:
+        def done(answer: object) -> None:
             if answer is LOST or isinstance(answer, NotHead):
                 self.try_again(partial(self._inform_again, number))
 
@@ -554,7 +557,7 @@ class Node:
             follow = shard.replica.copied if arrived else shard.replica.heir_lost
             self.carry_out(number, follow(effect.heir))
 
-    def _changed(self, shard: ShardServer, what: Any) -> None:
+    def _changed(self, shard: ShardServer, what: object) -> None:
         """Notes that the state of a shard has changed; called by its lane."""
         self.host.worker.progress.count()
         if isinstance(what, Reached) and isinstance(what.cut.action, orders.Freeze):
@@ -566,7 +569,7 @@ class Node:
                 self._exports.send(shard.replica.shard)
 
 
-def _turned_away(message: Any) -> Any:
+def _turned_away(message: Message) -> object:
     """The answer of a server that leaves."""
     if isinstance(message, messages.Exchange):
         return messages.Elsewhere()

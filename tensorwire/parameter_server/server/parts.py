@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.declarations.dense_spec import DenseSpec, PieceData
+from tensorwire.parameter_server.kernels.arrays import Ints
 from tensorwire.parameter_server.storage.changes import Gone
 from tensorwire.parameter_server.storage.frozen import Frozen
+from tensorwire.parameter_server.storage.row_store import Columns
+
+Waiting: TypeAlias = tuple[Ints, Ints, Ints]
+"""Ids that wait for a row, how often each was pushed, and when last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,9 @@ class MovedTable:
     """
 
     declared: str
-    ids: Any
-    columns: Mapping[str, Any]
-    candidates: Any
+    ids: Ints
+    columns: Columns
+    candidates: Waiting | None
     steps: int
     gone: Gone | None = None
 
@@ -86,7 +91,7 @@ class FrozenDense:
     """
 
     spec: DenseSpec
-    groups: tuple[Mapping[str, Any], ...]
+    groups: tuple[Mapping[str, object], ...]
     data: Mapping[int, PieceData]
     steps: int
     is_loaded: bool
@@ -108,7 +113,7 @@ class FrozenShard:
     tables: Mapping[str, Frozen]
     dense: Mapping[str, FrozenDense]
     version: orders.Version | None = None
-    gone: Mapping[str, Any] = field(default_factory=dict)
+    gone: Mapping[str, Ints] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ class CopiedTable:
     steps: int
     swept: int
     counts: tuple[int, int]
-    candidates: Any
+    candidates: Waiting | None
     gone: Gone | None
 
 

@@ -6,7 +6,7 @@ Whether a conversion is wanted was decided where the table was declared (``snaps
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from tensorwire.parameter_server.declarations.dense_spec import DenseSpec, Piece
 from tensorwire.parameter_server.declarations.rules import Per
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
 from tensorwire.parameter_server.errors import SnapshotError
+from tensorwire.parameter_server.kernels.arrays import Array, Bools
 from tensorwire.parameter_server.snapshots.contents import DTYPES, Restored
 from tensorwire.parameter_server.snapshots.fit import (
     Carry,
@@ -37,7 +38,7 @@ _LARGEST_HALF: Final = 65504.0
 _PIECE: Final = 1 << 16
 
 
-def load_table(table: Table, restored: Restored, own: Any, time: int) -> None:
+def load_table(table: Table, restored: Restored, own: Bools, time: int) -> None:
     """Takes in the rows of slots that are marked.
 
     Args:
@@ -194,13 +195,14 @@ def converted(rows: Rows, saved: SavedTable, spec: TableSpec, time: int) -> Rows
     return Rows(rows.ids, columns)
 
 
-def _carried(values: Any, how: Carry, width: int) -> Any:
+def _carried(values: Array, how: Carry, width: int) -> Array:
     if how is Carry.MEAN:
-        return values.mean(axis=1, keepdims=True, dtype=np.float32)
+        mean: Array = values.mean(axis=1, keepdims=True, dtype=np.float32)
+        return mean
     return np.repeat(values, width, axis=1) if how is Carry.SPREAD else values
 
 
-def _precise(values: Any, before: Precision, after: Precision) -> Any:
+def _precise(values: Array, before: Precision, after: Precision) -> Array:
     """Rows of one precision in another, rounded to the nearest."""
     if before is after:
         return values
@@ -212,7 +214,7 @@ def _precise(values: Any, before: Precision, after: Precision) -> Any:
     return _array(wide.to(DTYPES[after]))
 
 
-def _array(values: torch.Tensor) -> Any:
+def _array(values: torch.Tensor) -> Array:
     if values.dtype in (torch.bfloat16, torch.float16):
         return values.view(torch.int16).numpy().view(np.uint16)
     return values.numpy()

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import rpc
 from tensorwire.parameter_server.decisions.pushes import Apply, Refusal, Refused, Taken
@@ -29,6 +29,7 @@ from tensorwire.parameter_server.messaging.messages import (
     Rows,
     Unread,
 )
+from tensorwire.parameter_server.opaque import Response
 from tensorwire.parameter_server.server.lane import Lane
 from tensorwire.parameter_server.server.state import ShardState
 
@@ -43,11 +44,11 @@ class Call:
 
     __slots__ = ("_answered", "_future")
 
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
+    def __init__(self, future: torch.futures.Future[Response]) -> None:
         self._future = future
         self._answered = False
 
-    def answer(self, answer: Any) -> None:
+    def answer(self, answer: object) -> None:
         """Sends an answer."""
         if not self._answered:
             self._answered = True
@@ -81,6 +82,9 @@ class PullCall:
         self.ask = ask
 
 
+_EXCHANGE: Final = (PushCall, PullCall)
+
+
 class ShardServer:
     """One shard at one server.
 
@@ -95,7 +99,7 @@ class ShardServer:
         self,
         replica: Replica,
         state: ShardState,
-        changed: Callable[[ShardServer, Any], None],
+        changed: Callable[[ShardServer, object], None],
         copy: Callable[[ShardServer, StartCopy], None],
     ) -> None:
         self.replica = replica
@@ -135,7 +139,8 @@ class ShardServer:
         self.seconds[stage] += time.perf_counter() - begin
 
     def _read(self, effect: Read) -> None:
-        asked: PullCall = effect.pull.ask
+        asked = effect.pull.ask
+        assert isinstance(asked, PullCall)
         if self.broken:
             asked.call.answer(Broken(self.broken))
             return
@@ -158,22 +163,23 @@ class ShardServer:
         known, deals = (effect.low, effect.version, self.room), self.replica.clock.deals
         asked.call.answer(Rows(tables, dense, safe, *known, changed, effect.time, deals))
 
-    def _respond(self, call: Any, answer: Any) -> None:
+    def _respond(self, call: object, answer: object) -> None:
         if isinstance(call, Call):
             call.answer(answer)
             return
+        assert isinstance(call, _EXCHANGE)
         reply = Broken(self.broken) if self.broken else self._reply(call, answer)
         if reply is not None:
             call.call.answer(reply)
 
-    def _reply(self, call: Any, answer: Any) -> Reply | None:
+    def _reply(self, call: PushCall | PullCall, answer: object) -> Reply | None:
         if isinstance(answer, NotHead):
             return Elsewhere()
         if isinstance(answer, Refused):
             return Denied(answer.reason)
         if isinstance(answer, Refusal):
             return Denied(answer)
-        if isinstance(answer, Taken) and not call.pulls:
+        if isinstance(answer, Taken) and isinstance(call, PushCall) and not call.pulls:
             safe = max(self.replica.safe_count(answer.trainer), answer.number + 1)
             replica = self.replica
             return Accepted(safe, replica.version, self.room, replica.clock.deals)

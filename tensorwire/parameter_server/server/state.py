@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.views import KEPT
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Float32, Packed
+from tensorwire.parameter_server.kernels.arrays import Bools, Bytes, Ints
 from tensorwire.parameter_server.kernels.copying import joined
 from tensorwire.parameter_server.messaging.messages import (
     Ask,
@@ -118,7 +119,7 @@ class ShardState:
 
     # --- records
 
-    def run(self, what: Any) -> None:
+    def run(self, what: object) -> None:
         """Changes the state by one record."""
         if isinstance(what, Apply):
             self._apply(what)
@@ -159,7 +160,7 @@ class ShardState:
             if dense:
                 group.apply([self._dense_part(part) for part in dense], share)
 
-    def _compare(self, names: tuple[str, ...], given: list[tuple[int, Any]]) -> None:
+    def _compare(self, names: tuple[str, ...], given: list[tuple[int, object]]) -> None:
         """Says once if trainers whose gradients make one step want different steps."""
         for trainer, hyper in given[1:]:
             if names not in self._told and repr(hyper) != repr(given[0][1]):
@@ -228,8 +229,9 @@ class ShardState:
                 else restoring.declared_dense(group, spec, self.slots)
             )
 
-    def _own(self) -> Any:
-        return np.asarray(self.slots) == self.shard
+    def _own(self) -> Bools:
+        own: Bools = np.asarray(self.slots) == self.shard
+        return own
 
     def _assign(self, values: Values | FirstRows) -> None:
         if isinstance(values, FirstRows):
@@ -273,8 +275,8 @@ class ShardState:
                 return orders.Unmarked()
             self._note_changes_for(version.chain)
         self._version = change
-        wanted: dict[str, Any] = {}
-        gone: dict[str, Any] = {}
+        wanted: dict[str, Bytes] = {}
+        gone: dict[str, Ints] = {}
         for name, table in self.tables.items():
             assert table.changes is not None
             table.changes.cut(len(table))
@@ -377,7 +379,7 @@ class ShardState:
             moved = {name: parts[target] for name, parts in tables.items()}
             self.exports[target, epoch] = Moved(moved, pieces, self.chain, self._version, accounts)
 
-    def _leave(self, table: Table, slots: Any, targets: Sequence[int]) -> dict[int, MovedTable]:
+    def _leave(self, table: Table, slots: Ints, targets: Sequence[int]) -> dict[int, MovedTable]:
         left, going = {}, []
         for target in targets:
             rows = table.rows_in(slots == target)
@@ -421,7 +423,9 @@ class ShardState:
 
     def read(
         self, ask: Ask, time: int
-    ) -> tuple[tuple[Packed, ...], dict[str, Any], tuple[Changed, ...]]:
+    ) -> tuple[
+        tuple[Packed, ...], dict[str, Mapping[torch.dtype, Tensor] | None], tuple[Changed, ...]
+    ]:
         """Reads what a pull asks for.
 
         Returns:
@@ -431,11 +435,11 @@ class ShardState:
         memo = Memo(ask.number)
         changed: tuple[Changed, ...] = ()
         if ask.known:
-            found = [
+            answers = [
                 self._read_changed(rows, known, ask.worker, time, memo)
                 for rows, known in zip(ask.tables, ask.known, strict=True)
             ]
-            tables, changed = tuple([p for p, _ in found]), tuple([c for _, c in found])
+            tables, changed = tuple([p for p, _ in answers]), tuple([c for _, c in answers])
         else:
             tables = tuple([self._read_rows(rows, ask.worker, time, memo) for rows in ask.tables])
         if ask.tables and ask.trainer >= 0:
@@ -498,10 +502,10 @@ class ShardState:
 
 def rows_of(load: Load | None) -> dict[str, int]:
     """The number of rows of each table in a push."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for part in load.tables if load is not None else ():
-        found.update(zip(part.rows.tables, part.rows.sizes, strict=True))
-    return found
+        counts.update(zip(part.rows.tables, part.rows.sizes, strict=True))
+    return counts
 
 
 Pushes = Sequence[tuple[Push, TablePush]]

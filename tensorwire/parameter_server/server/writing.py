@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.views import runs_of
 from tensorwire.parameter_server.declarations.dense_spec import PieceData
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
+from tensorwire.parameter_server.kernels.arrays import Array
 from tensorwire.parameter_server.snapshots.contents import (
     DTYPES,
     columns_of,
@@ -103,7 +104,7 @@ def _write_table(
     lock: threading.Lock,
     with_state: bool,
     rounded: Precision | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     rule = frozen.rule
     saved = rule.saved if isinstance(rule, KeptRule) else saved_table(frozen.spec, rule)
     if not with_state:
@@ -150,7 +151,7 @@ def _next_piece(frozen: Frozen, lock: threading.Lock) -> Rows | None:
     return slices[0].followed_by(slices[1:]) if slices else None
 
 
-def _tensor(values: Any, column: str, spec: TableSpec) -> Tensor:
+def _tensor(values: Array, column: str, spec: TableSpec) -> Tensor:
     if column == "weight" and spec.precision is not Precision.FLOAT32:
         return torch.from_numpy(values.view(np.int16)).view(DTYPES[spec.precision])
     return torch.from_numpy(values)
@@ -170,8 +171,8 @@ def _rounded(columns: Mapping[str, Tensor], precision: Precision) -> dict[str, T
 
 def _write_dense(
     part: PartWriter, name: str, frozen: FrozenDense, with_state: bool
-) -> dict[str, Any]:
-    kept: dict[str, dict[str, Any]] = {}
+) -> dict[str, object]:
+    kept: dict[str, dict[str, object]] = {}
     for place, piece in frozen.data.items():
         part.add(f"dense/{name}/{place}/value", piece.value)
         stem = f"dense/{name}/{place}/state"
@@ -189,9 +190,9 @@ def _write_dense(
     }
 
 
-def _write_state(part: PartWriter, stem: str, piece: PieceData) -> dict[str, Any]:
+def _write_state(part: PartWriter, stem: str, piece: PieceData) -> dict[str, object]:
     """Writes what is a tensor; returns the rest."""
-    rest: dict[str, Any] = {}
+    rest: dict[str, object] = {}
     for key, value in piece.state.items():
         if isinstance(value, Tensor):
             part.add(f"{stem}/{key}", value)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from tensorwire.parameter_server.declarations.rules import Per
 from tensorwire.parameter_server.declarations.spec import Precision
 from tensorwire.parameter_server.errors import SnapshotError
 from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.kernels.arrays import Ints
 from tensorwire.parameter_server.snapshots.quantised import SCALE
 from tensorwire.parameter_server.snapshots.saved import (
     Saved,
@@ -89,7 +90,7 @@ class DensePart:
 
     saved: SavedDense
     pieces: tuple[int, ...]
-    plain: Mapping[int, Mapping[str, Any]]
+    plain: Mapping[int, Mapping[str, object]]
     steps: int
     is_loaded: bool
 
@@ -162,15 +163,15 @@ class Restored:
 
     def _described(self) -> dict[str, Saved]:
         """Each table and dense group by name, of which all parts must say the same."""
-        found: dict[str, Saved] = {}
+        described: dict[str, Saved] = {}
         for shard in self.shards:
             both: dict[str, TablePart | DensePart] = {**shard.tables, **shard.dense}
             require(len(both) == len(shard.tables) + len(shard.dense), "names are those of one")
             for name, part in both.items():
-                known = found.setdefault(name, part.saved)
+                known = described.setdefault(name, part.saved)
                 same = type(known) is type(part.saved) and text_of(known) == text_of(part.saved)
                 require(same, f"all parts say the same of {name!r}")
-        return found
+        return described
 
     def verify(self) -> None:
         """Reads everything, and checks bytes, shapes, and that each row is there once.
@@ -223,23 +224,23 @@ class Restored:
         self, shard: ShardPart, name: str, place: int, saved: SavedTable
     ) -> dict[str, Tensor]:
         stem = f"table/{name}/{place}/"
-        found = {
+        columns = {
             column: self.saved.tensor(shard.name, stem + column) for column in columns_of(saved)
         }
-        ids = found["ids"]
+        ids = columns["ids"]
         require(ids.dtype == torch.int64 and ids.dim() == 1, "ids are whole numbers")
         for column, (width, dtype) in columns_of(saved).items():
             if column != "ids":
-                values = found[column]
+                values = columns[column]
                 require(values.shape == (len(ids), width), f"{column} has a row for each id")
                 require(values.dtype == dtype, f"{column} is of {dtype}")
         slots = np.empty(len(ids), np.int64)
         kernels().slots(ids.numpy(), slots)
         mine = np.asarray(shard.slots)[slots] == shard.shard
         require(bool(mine.all()), f"rows of {name!r} lie in the part of their shard")
-        return found
+        return columns
 
-    def candidates(self, name: str) -> Iterator[Any]:
+    def candidates(self, name: str) -> Iterator[Ints]:
         """Ids of a table that wait for a row, with their counts and times.
 
         Raises:
@@ -249,12 +250,12 @@ class Restored:
             for shard in self.shards:
                 about = shard.tables.get(name)
                 if about is not None and about.saved.admit is not None:
-                    found = self.saved.tensor(shard.name, f"table/{name}/candidates")
-                    is_right = found.dtype == torch.int64 and found.dim() == 2 and len(found) == 3
+                    kept = self.saved.tensor(shard.name, f"table/{name}/candidates")
+                    is_right = kept.dtype == torch.int64 and kept.dim() == 2 and len(kept) == 3
                     require(is_right, f"candidates of {name!r} are ids, counts and times")
-                    yield found.numpy()
+                    yield kept.numpy()
 
-    def gone(self, name: str) -> Iterator[Any]:
+    def gone(self, name: str) -> Iterator[Ints]:
         """Ids of a table that were evicted since the version before; they come before its rows.
 
         Raises:
@@ -282,19 +283,19 @@ class Restored:
         Raises:
             CheckpointError: one is missing, or not as it was written.
         """
-        found: dict[int, PieceData] = {}
+        pieces: dict[int, PieceData] = {}
         with _damage(self.saved.path):
             for shard in self.shards:
                 about = shard.dense.get(name)
                 for place in places & set(about.pieces) if about else ():
                     assert about is not None
-                    found[place] = self._piece(shard.name, name, place, about)
-        return found
+                    pieces[place] = self._piece(shard.name, name, place, about)
+        return pieces
 
     def _piece(self, part: str, name: str, place: int, about: DensePart) -> PieceData:
         stem = f"dense/{name}/{place}/state/"
         tensors = self.saved.parts[part].tensors
-        state: dict[str, Any] = dict(about.plain.get(place, {}))
+        state: dict[str, object] = dict(about.plain.get(place, {}))
         for each in tensors:
             if each.startswith(stem):
                 state[each.removeprefix(stem)] = self.saved.tensor(part, each).clone()
@@ -313,7 +314,7 @@ class Restored:
             self.dense_data(name, {place})
 
 
-def require_different(name: str, ids: Any) -> None:
+def require_different(name: str, ids: Ints) -> None:
     """Checks that no id of a table is there twice.
 
     Raises:
@@ -325,17 +326,17 @@ def require_different(name: str, ids: Any) -> None:
 
 def columns_of(saved: SavedTable) -> dict[str, tuple[int, torch.dtype]]:
     """The columns of a table, with width and dtype."""
-    found = {"ids": (1, torch.int64), "weight": (saved.dim, DTYPES[saved.precision])}
+    columns = {"ids": (1, torch.int64), "weight": (saved.dim, DTYPES[saved.precision])}
     if saved.precision is Precision.INT8:
-        found[SCALE] = (1, torch.float32)
+        columns[SCALE] = (1, torch.float32)
     for name, per in saved.state.items():
-        found[f"state.{name}"] = (saved.dim if per is Per.COLUMN else 1, torch.float32)
+        columns[f"state.{name}"] = (saved.dim if per is Per.COLUMN else 1, torch.float32)
     if saved.evict is not None:
-        found["touched"] = (1, torch.int64)
-    return found
+        columns["touched"] = (1, torch.int64)
+    return columns
 
 
-def _part(name: str, meta: Mapping[str, Any]) -> ShardPart:
+def _part(name: str, meta: Mapping[str, object]) -> ShardPart:
     tables = {n: _table(each) for n, each in typed(meta.get("tables"), dict, "tables").items()}
     dense = {n: _dense(each) for n, each in typed(meta.get("dense"), dict, "dense").items()}
     return ShardPart(
@@ -344,26 +345,26 @@ def _part(name: str, meta: Mapping[str, Any]) -> ShardPart:
 
 
 def _table(value: object) -> TablePart:
-    found = typed(value, dict, "a table")
+    entry = typed(value, dict, "a table")
     return TablePart(
-        SavedTable.decode(found.get("about")),
-        count(found.get("pieces"), "pieces"),
-        count(found.get("steps"), "steps"),
+        SavedTable.decode(entry.get("about")),
+        count(entry.get("pieces"), "pieces"),
+        count(entry.get("steps"), "steps"),
     )
 
 
 def _dense(value: object) -> DensePart:
-    found = typed(value, dict, "a dense group")
-    saved = SavedDense.decode(found.get("about"))
-    pieces = tuple(count(p, "a piece") for p in typed(found.get("pieces"), list, "pieces"))
+    entry = typed(value, dict, "a dense group")
+    saved = SavedDense.decode(entry.get("about"))
+    pieces = tuple(count(p, "a piece") for p in typed(entry.get("pieces"), list, "pieces"))
     require(all(piece < len(saved.pieces) for piece in pieces), "pieces are of the group")
-    plain = typed(found.get("plain"), dict, "plain state")
+    plain = typed(entry.get("plain"), dict, "plain state")
     return DensePart(
         saved,
         pieces,
         {int(place): typed(each, dict, "plain state") for place, each in plain.items()},
-        count(found.get("steps"), "steps"),
-        typed(found.get("loaded"), bool, "loaded"),
+        count(entry.get("steps"), "steps"),
+        typed(entry.get("loaded"), bool, "loaded"),
     )
 
 
@@ -381,7 +382,9 @@ def _counts(value: object) -> dict[int, int]:
     return {count(trainer, "a trainer"): count(pushes, "pushes") for trainer, pushes in pairs}
 
 
-def about_samples(samplers: Mapping[str, str], accounts: Mapping[str, Account]) -> dict[str, Any]:
+def about_samples(
+    samplers: Mapping[str, str], accounts: Mapping[str, Account]
+) -> dict[str, object]:
     """The plain data about samples that are counted.
 
     Args:
@@ -392,7 +395,7 @@ def about_samples(samplers: Mapping[str, str], accounts: Mapping[str, Account]) 
     return {"samplers": {name: samplers[name] for name in told}, "accounts": told}
 
 
-def _samples(meta: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Account]]:
+def _samples(meta: Mapping[str, object]) -> tuple[dict[str, str], dict[str, Account]]:
     """The samplers whose samples were counted, and their accounts; both may be absent."""
     samplers = typed(meta.get("samplers", {}), dict, "samplers")
     accounts = typed(meta.get("accounts", {}), dict, "accounts")

@@ -11,11 +11,11 @@ import enum
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from tensorwire.parameter_server.declarations.dense_spec import DenseSpec, state_keys
+from tensorwire.parameter_server.declarations.dense_spec import DenseSpec, Piece, state_keys
 from tensorwire.parameter_server.declarations.rules import FTRL, Per
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
 from tensorwire.parameter_server.errors import RestoreError
@@ -151,16 +151,16 @@ def _precision_changes(saved: Precision, mine: Precision) -> str:
 def carries_of(saved: SavedTable, mine: SavedTable) -> dict[str, Carry]:
     """The way in which each state of the rule is taken over; what is missing begins anew."""
     both_sum = {saved.rule, mine.rule} <= _SUMS_OF_SQUARES
-    found: dict[str, Carry] = {}
+    carries: dict[str, Carry] = {}
     for name, per in mine.state.items():
         before = saved.state.get(name)
         if before is None or not (saved.rule == mine.rule or (both_sum and name == "sum")):
             continue
         if before is per:
-            found[name] = Carry.SAME
+            carries[name] = Carry.SAME
         else:
-            found[name] = Carry.MEAN if per is Per.ROW else Carry.SPREAD
-    return found
+            carries[name] = Carry.MEAN if per is Per.ROW else Carry.SPREAD
+    return carries
 
 
 def keeps_steps(saved: SavedTable, mine: SavedTable) -> bool:
@@ -220,16 +220,16 @@ def keeps_state(saved: SavedDense, spec: DenseSpec) -> bool:
         return False
 
 
-def replace_groups(spec: DenseSpec, groups: tuple[Mapping[str, Any], ...]) -> DenseSpec:
+def replace_groups(spec: DenseSpec, groups: tuple[Mapping[str, object], ...]) -> DenseSpec:
     """The same group with other hyper-parameters."""
     return replace(spec, groups=groups)
 
 
-def _plain(groups: tuple[Mapping[str, Any], ...]) -> list[dict[str, Any]]:
+def _plain(groups: tuple[Mapping[str, object], ...]) -> list[dict[str, object]]:
     return [{key: plain(value) for key, value in group.items()} for group in groups]
 
 
-def _as(value: Any, like: Any) -> Any:
+def _as(value: object, like: object) -> object:
     """A hyper-parameter of a snapshot as the declared one is: JSON has lists for tuples."""
     if isinstance(like, tuple) and isinstance(value, list):
         return tuple(value)
@@ -238,15 +238,15 @@ def _as(value: Any, like: Any) -> Any:
     return value
 
 
-def _places(pieces: tuple[Any, ...]) -> list[tuple[int, int, int, int]]:
+def _places(pieces: tuple[Piece, ...]) -> list[tuple[int, int, int, int]]:
     return [(p.parameter, p.start, p.stop, p.slot) for p in pieces]
 
 
-def _optimizer(name: str, groups: tuple[Mapping[str, Any], ...]) -> str:
+def _optimizer(name: str, groups: tuple[Mapping[str, object], ...]) -> str:
     shown = ", ".join(f"{k}={v}" for k, v in (groups[0] if groups else {}).items() if k != "lr")
     return f"{name.rpartition('.')[2]}({shown})"
 
 
-def _some(values: tuple[Any, ...]) -> str:
+def _some(values: tuple[object, ...]) -> str:
     text = ", ".join(str(each) for each in values[:6])
     return f"({text}, ... {len(values)} in all)" if len(values) > 6 else f"({text})"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -119,7 +118,7 @@ def _table(name: str, saved: SavedTable) -> TableSpec:
 
 
 def _dense(name: str, saved: SavedDense) -> DenseSpec:
-    groups: tuple[Mapping[str, Any], ...] = tuple({} for _ in saved.groups)
+    groups: tuple[Mapping[str, object], ...] = tuple({} for _ in saved.groups)
     return KeptDense(
         name, KeptOptimizer, saved.shapes, saved.dtypes, saved.pieces, saved.spread, {}, groups, {},
         saved.names, saved=saved,

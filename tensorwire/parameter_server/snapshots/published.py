@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -37,9 +36,9 @@ def about_version(
     shards: Sequence[int],
     counts: Mapping[int, int],
     time: int,
-    extra: Any,
-    samples: Mapping[str, Any],
-) -> dict[str, Any]:
+    extra: object,
+    samples: Mapping[str, object],
+) -> dict[str, object]:
     """The plain data that is kept with a version.
 
     Args:
@@ -86,7 +85,7 @@ def _way(path: Path) -> tuple[Version, ...]:
     return Chain.open(path).route() if is_folder and version_folders(path) else ()
 
 
-def content_of(folder: Path, about: Mapping[str, Any]) -> Restored:
+def content_of(folder: Path, about: Mapping[str, object]) -> Restored:
     """The contents of one version, apart from those before it.
 
     Args:
@@ -125,7 +124,7 @@ class Replayed(Restored):
         as_kept, self.described = self.described, {n: _wide(s) for n, s in self.described.items()}
         self.coarse = tuple(n for n, saved in as_kept.items() if saved is not self.described[n])
 
-    def _require_alike(self, name: str, saved: Any, folder: str) -> None:
+    def _require_alike(self, name: str, saved: object, folder: str) -> None:
         mine = self.described.get(name)
         if isinstance(mine, SavedTable) and isinstance(saved, SavedTable):
             same = columns_of(mine) == columns_of(saved)
@@ -145,10 +144,10 @@ class Replayed(Restored):
                 own = columns["ids"].numpy()
                 ids.append(own)
                 fresh = seen.find(own) < 0
-                found = {column: values[fresh] for column, values in columns.items()}
-                if SCALE in found:
-                    found["weight"] = widened(found["weight"], found.pop(SCALE))
-                yield about, found
+                latest = {column: values[fresh] for column, values in columns.items()}
+                if SCALE in latest:
+                    latest["weight"] = widened(latest["weight"], latest.pop(SCALE))
+                yield about, latest
             for each in (*ids, *version.gone(name)) if version is not self._versions[0] else ():
                 seen.upsert(each)
 

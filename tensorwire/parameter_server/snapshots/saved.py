@@ -7,11 +7,12 @@ field.
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 
@@ -44,35 +45,35 @@ class SavedTable:
     dim: int
     precision: Precision
     rule: str
-    hyper: Mapping[str, Any]
+    hyper: Mapping[str, object]
     state: Mapping[str, Per]
     init: str
     admit: int | None
     evict: int | None
 
-    def encode(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, object]:
         """Encodes it as a value of JSON."""
         state = {name: per.name for name, per in self.state.items()}
         return {**asdict(self), "precision": self.precision.name, "state": state}
 
     @classmethod
-    def decode(cls, value: Any) -> SavedTable:
+    def decode(cls, value: object) -> SavedTable:
         """The inverse of :meth:`encode`.
 
         Raises:
             SnapshotError: it is no description of a table.
         """
-        found = typed(value, dict, "a table")
-        state = typed(found.get("state"), dict, "state")
+        entry = typed(value, dict, "a table")
+        state = typed(entry.get("state"), dict, "state")
         return cls(
-            count(found.get("dim"), "dim", least=1),
-            _member(Precision, found.get("precision"), "precision"),
-            typed(found.get("rule"), str, "rule"),
-            typed(found.get("hyper"), dict, "hyper"),
+            count(entry.get("dim"), "dim", least=1),
+            _member(Precision, entry.get("precision"), "precision"),
+            typed(entry.get("rule"), str, "rule"),
+            typed(entry.get("hyper"), dict, "hyper"),
             {name: _member(Per, each, f"state {name!r}") for name, each in state.items()},
-            typed(found.get("init"), str, "init"),
-            _optional(found.get("admit"), "admit"),
-            _optional(found.get("evict"), "evict"),
+            typed(entry.get("init"), str, "init"),
+            _optional(entry.get("admit"), "admit"),
+            _optional(entry.get("evict"), "evict"),
         )
 
 
@@ -95,11 +96,11 @@ class SavedDense:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     names: tuple[str, ...]
-    groups: tuple[Mapping[str, Any], ...]
+    groups: tuple[Mapping[str, object], ...]
     spread: Spread
     pieces: tuple[Piece, ...]
 
-    def encode(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, object]:
         """Encodes it as a value of JSON."""
         return {
             "optimizer": self.optimizer,
@@ -112,28 +113,28 @@ class SavedDense:
         }
 
     @classmethod
-    def decode(cls, value: Any) -> SavedDense:
+    def decode(cls, value: object) -> SavedDense:
         """The inverse of :meth:`encode`.
 
         Raises:
             SnapshotError: it is no description of a dense group.
         """
-        found = typed(value, dict, "a dense group")
-        shapes = tuple(_shape(each) for each in typed(found.get("shapes"), list, "shapes"))
-        dtypes = tuple(_dtype(each) for each in typed(found.get("dtypes"), list, "dtypes"))
-        names = tuple(typed(n, str, "a name") for n in typed(found.get("names"), list, "names"))
+        entry = typed(value, dict, "a dense group")
+        shapes = tuple(_shape(each) for each in typed(entry.get("shapes"), list, "shapes"))
+        dtypes = tuple(_dtype(each) for each in typed(entry.get("dtypes"), list, "dtypes"))
+        names = tuple(typed(n, str, "a name") for n in typed(entry.get("names"), list, "names"))
         groups = tuple(
-            typed(each, dict, "a group") for each in typed(found.get("groups"), list, "groups")
+            typed(each, dict, "a group") for each in typed(entry.get("groups"), list, "groups")
         )
         pieces = tuple(
-            _piece(each, shapes, len(groups)) for each in typed(found.get("pieces"), list, "pieces")
+            _piece(each, shapes, len(groups)) for each in typed(entry.get("pieces"), list, "pieces")
         )
         require(len(dtypes) == len(shapes), "there are as many dtypes as shapes")
         require(len(names) in (0, len(shapes)), "there are as many names as shapes")
         _require_all_elements(shapes, pieces)
         return cls(
-            typed(found.get("optimizer"), str, "optimizer"), shapes, dtypes, names, groups,
-            _member(Spread, found.get("spread"), "spread"), pieces,
+            typed(entry.get("optimizer"), str, "optimizer"), shapes, dtypes, names, groups,
+            _member(Spread, entry.get("spread"), "spread"), pieces,
         )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def without_state(saved: SavedTable) -> SavedTable:
     return replace(saved, state={}, admit=None, evict=None)
 
 
-def saved_dense(spec: DenseSpec, groups: tuple[Mapping[str, Any], ...]) -> SavedDense:
+def saved_dense(spec: DenseSpec, groups: tuple[Mapping[str, object], ...]) -> SavedDense:
     """The description of a dense group whose hyper-parameters are these now."""
     kept = tuple(
         {key: plain(value) for key, value in group.items() if _is_plain(value)} for group in groups
@@ -173,7 +174,7 @@ def saved_dense(spec: DenseSpec, groups: tuple[Mapping[str, Any], ...]) -> Saved
     )  # fmt: skip
 
 
-def class_name(cls: type[Any], ours: str = "") -> str:
+def class_name(cls: type[object], ours: str = "") -> str:
     """The name of a class, with its module unless that is ``ours``."""
     return cls.__qualname__ if cls.__module__ == ours else f"{cls.__module__}.{cls.__qualname__}"
 
@@ -183,7 +184,7 @@ def shown(value: object) -> str:
     return repr(value) if is_dataclass(value) else class_name(type(value))
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """A hyper-parameter as a value of JSON; a number that JSON lacks becomes a text."""
     if isinstance(value, torch.Tensor):
         value = value.item()
@@ -194,7 +195,7 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     if isinstance(value, tuple | list):
@@ -241,14 +242,17 @@ def require(held: bool, what: str) -> None:
         raise SnapshotError(f"the snapshot is damaged: it is not so that {what}")
 
 
+_Member = TypeVar("_Member", bound=enum.Enum)
+
+
 def _optional(value: object, name: str) -> int | None:
     return None if value is None else count(value, name, least=1)
 
 
-def _member(kind: Any, value: object, name: str) -> Any:
+def _member(kind: type[_Member], value: object, name: str) -> _Member:
     names = kind.__members__
     require(isinstance(value, str) and value in names, f"{name} is one of {', '.join(names)}")
-    return names[value]
+    return kind[str(value)]
 
 
 def _shape(value: object) -> tuple[int, ...]:
@@ -258,10 +262,10 @@ def _shape(value: object) -> tuple[int, ...]:
 
 
 def _dtype(value: object) -> torch.dtype:
-    found = getattr(torch, typed(value, str, "a dtype"), None)
-    require(isinstance(found, torch.dtype), "dtypes are those of torch")
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, typed(value, str, "a dtype"), None)
+    require(isinstance(dtype, torch.dtype), "dtypes are those of torch")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _piece(value: object, shapes: tuple[tuple[int, ...], ...], groups: int) -> Piece:

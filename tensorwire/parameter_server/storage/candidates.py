@@ -78,9 +78,9 @@ class Candidates:
 
     def take(self, slots: Bools) -> tuple[Ints, Ints, Ints]:
         """Those whose slots are marked; they are no more here."""
-        found = np.empty(len(self), np.int64)
-        self._k.slots(self._rows.rows[: len(self), 0].copy(), found)
-        rows = np.flatnonzero(np.asarray(slots)[found])
+        slot_of = np.empty(len(self), np.int64)
+        self._k.slots(self._rows.rows[: len(self), 0].copy(), slot_of)
+        rows = np.flatnonzero(np.asarray(slots)[slot_of])
         ids, pushes, times = self._rows.rows[rows].T.copy()
         self._remove(rows)
         return ids, pushes, times

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tensorwire.parameter_server.kernels.arrays import Bools, Bytes, Ints
+from tensorwire.parameter_server.kernels.arrays import Array, Bools, Bytes, Ints
 from tensorwire.parameter_server.rows.memory import Column
 
 RECENT: Final = "changed.recent"
@@ -69,7 +68,7 @@ class Changes:
         """A copy of the marks of some rows."""
         return {name: column.rows[rows] for name, column in self.columns().items()}
 
-    def enter(self, rows: Ints, columns: Mapping[str, NDArray[Any]]) -> None:
+    def enter(self, rows: Ints, columns: Mapping[str, Array]) -> None:
         """Takes in rows of another table, with marks if changes were noted there."""
         if RECENT not in columns:
             self.mark(rows)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ class DensePart:
 
     grads: Mapping[torch.dtype, Tensor]
     absent: frozenset[int]
-    hyper: Sequence[Mapping[str, Any]]
+    hyper: Sequence[Mapping[str, object]]
 
 
 class DenseShard:
@@ -111,7 +110,7 @@ class DenseShard:
     # --- reading
 
     @property
-    def groups(self) -> tuple[Mapping[str, Any], ...]:
+    def groups(self) -> tuple[Mapping[str, object], ...]:
         """The hyper-parameters of each group as they are now."""
         return tuple(hyper_of(group) for group in self._optimizers[0].param_groups)
 

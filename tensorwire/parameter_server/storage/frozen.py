@@ -59,9 +59,9 @@ class Frozen:
         """The next rows as they were; None after the last. Call it under the shard's lock."""
         while self._next < self.count:
             begin = self._next
-            found = np.flatnonzero(self._pending[begin : begin + _LOOK * size])
-            rows = found[:size] + begin
-            is_all = len(found) <= size
+            pending = np.flatnonzero(self._pending[begin : begin + _LOOK * size])
+            rows = pending[:size] + begin
+            is_all = len(pending) <= size
             self._next = min(begin + _LOOK * size, self.count) if is_all else int(rows[-1]) + 1
             self._pending[rows] = 0
             if len(rows):

@@ -8,11 +8,10 @@ everything else after which nobody can say what has changed.
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
 import numpy as np
 
-from tensorwire.parameter_server.kernels.arrays import Ints
+from tensorwire.parameter_server.kernels.arrays import Bools, Ints
 from tensorwire.parameter_server.rows.memory import Column
 
 _BITS = 62
@@ -54,7 +53,7 @@ class LastChanges:
         """Marks these rows as changed."""
         self.column.rows[rows, 0] = self._numbering.number
 
-    def since(self, rows: Ints, known: Ints) -> Any:
+    def since(self, rows: Ints, known: Ints) -> Bools:
         """True for each row that was changed after the number up to which it is known.
 
         Args:
@@ -62,4 +61,5 @@ class LastChanges:
             known: of each row.
         """
         last = self.column.rows[np.maximum(rows, 0), 0]
-        return (last > known) & (rows >= 0)
+        changed: Bools = (last > known) & (rows >= 0)
+        return changed

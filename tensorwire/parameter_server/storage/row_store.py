@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tensorwire.parameter_server.declarations.rules import Per, Rule
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
-from tensorwire.parameter_server.kernels.arrays import Floats, Ints
+from tensorwire.parameter_server.kernels.arrays import Array, Floats, Ints
 from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.rows.device_memory import DeviceColumn
 from tensorwire.parameter_server.rows.memory import Column
 from tensorwire.parameter_server.storage import updates
 
-Columns = Mapping[str, NDArray[Any]]
+Columns = Mapping[str, Array]
 """Copies of some rows by name: ``weight``, and ``state.NAME`` for each state of the rule."""
 
 
@@ -75,7 +74,7 @@ class RowStore(Protocol):
     def move(self, origins: Ints, targets: Ints) -> None:
         """Copies rows, with their state, over others."""
 
-    def take(self, rows: Ints) -> dict[str, NDArray[Any]]:
+    def take(self, rows: Ints) -> dict[str, Array]:
         """A copy of some rows as they are kept, with their state."""
 
     def put(self, rows: Ints, columns: Columns) -> None:
@@ -122,7 +121,7 @@ class _Kept(Generic[C]):
         for column in self._columns.values():
             column.rows[targets] = column.rows[origins]
 
-    def take(self, rows: Ints) -> dict[str, NDArray[Any]]:
+    def take(self, rows: Ints) -> dict[str, Array]:
         return {name: column.rows[rows] for name, column in self._columns.items()}
 
     def put(self, rows: Ints, columns: Columns) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import TableSpec
-from tensorwire.parameter_server.kernels.arrays import Bools, Bytes, Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Array, Bools, Bytes, Floats, Ints, Slots
 from tensorwire.parameter_server.rows.index import Index
 from tensorwire.parameter_server.rows.memory import Column
 from tensorwire.parameter_server.storage.candidates import Candidates
@@ -59,7 +58,7 @@ class Rows:
 
     __slots__ = ("columns", "ids")
 
-    def __init__(self, ids: Ints, columns: dict[str, NDArray[Any]]) -> None:
+    def __init__(self, ids: Ints, columns: dict[str, Array]) -> None:
         self.ids = ids
         self.columns = columns
 
@@ -177,7 +176,7 @@ class Table:
         old: Bools = (rows >= 0) & (time - touched >= self.spec.evict.steps)
         return old
 
-    def changed(self, rows: Ints, known: Ints, numbering: Numbering) -> Any:
+    def changed(self, rows: Ints, known: Ints, numbering: Numbering) -> Bools:
         """True for each id whose row may be another than its asker knows.
 
         Args:
@@ -387,9 +386,9 @@ class Table:
 
     def in_slots(self, ids: Ints, slots: Bools) -> Bools:
         """True for each id that lies in a slot that is marked."""
-        found = np.empty(len(ids), np.int64)
-        self._k.slots(np.ascontiguousarray(ids), found)
-        return np.asarray(slots)[found]
+        slot_of = np.empty(len(ids), np.int64)
+        self._k.slots(np.ascontiguousarray(ids), slot_of)
+        return np.asarray(slots)[slot_of]
 
     def taken(self, rows: Ints) -> Rows:
         """A copy of some rows."""

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from tensorwire.parameter_server.declarations.rules import Kernel, Touched, kernel_of
-from tensorwire.parameter_server.kernels.arrays import Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Bools, Floats, Ints, Slots
 from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.storage import updates
 from tensorwire.parameter_server.storage.last_changes import Numbering
@@ -111,7 +110,7 @@ def find(
 
 def changed(
     tables: Sequence[Table], sizes: Sequence[int], rows: Ints, known: Ints, numbering: Numbering
-) -> tuple[Any, list[int]]:
+) -> tuple[Bools, list[int]]:
     """Finds the ids whose row may be another than its asker knows.
 
     Args:

@@ -268,13 +268,13 @@ class Carrier:
     def _gather(self, effect: Gather) -> Mapping[str, Found]:
         names = effect.names or [each.name for each in rpc.workers()]
         question = self.pipeline, effect.epoch, effect.begins
-        found = {}
+        answers = {}
         for name, call in self._ask(names, sessions.gather, question).items():
             try:
-                found[name] = call.wait()
+                answers[name] = call.wait()
             except _GONE:
                 continue
-        return found
+        return answers
 
     def _form(self, effect: Form) -> None:
         names = {*(w for stage in effect.owners for w in stage), *effect.backups.values()}

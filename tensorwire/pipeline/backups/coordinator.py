@@ -204,12 +204,12 @@ class Coordinator:
         self._is_dirty = True
         self.settled = None
         names = None if self._asks_all else self.known()
-        found = yield Gather(self.epoch, names, begins=True)
+        answers = yield Gather(self.epoch, names, begins=True)
         for seat in seats_of(self.homes):
-            if owner_in(self.homes, seat) not in found:
+            if owner_in(self.homes, seat) not in answers:
                 raise NoPlaceError(seat)
         self.missing = frozenset()
-        yield Form(self.epoch, self.homes, self._backups(self.homes, found))
+        yield Form(self.epoch, self.homes, self._backups(self.homes, answers))
 
     def resume(self) -> Course:
         """Forms the pipeline of copies that an earlier driver left; returns their version.
@@ -299,8 +299,8 @@ class Coordinator:
         """The workers to ask for copies; a driver that came back knows none of their moves."""
         return None if self._asks_all and not self.has_begun else self.known()
 
-    def _backups(self, owners: Owners, found: Mapping[str, Found]) -> dict[Seat, str]:
-        return choose_backups(owners, found, self.known()) if self._makes_backups else {}
+    def _backups(self, owners: Owners, answers: Mapping[str, Found]) -> dict[Seat, str]:
+        return choose_backups(owners, answers, self.known()) if self._makes_backups else {}
 
     def _failed(self, operation: Operation) -> Course:
         """Leaves the stages as they were before an operation that raised an error."""
@@ -347,30 +347,34 @@ class Coordinator:
         """Forms the pipeline of the newest version of which there are copies."""
         while True:
             self.next_epoch()
-            found: Mapping[str, Found] = yield Gather(self.epoch, self._asked())
-            self._pool += tuple(name for name, each in found.items() if each.copies)
-            lost = frozenset(w for w in self.known() if w not in found)
+            answers: Mapping[str, Found] = yield Gather(self.epoch, self._asked())
+            self._pool += tuple(name for name, each in answers.items() if each.copies)
+            lost = frozenset(w for w in self.known() if w not in answers)
             if wanted is None and lost and self._waits(lost):
                 yield AwaitWorkers(lost, are_needed=False)
                 continue
             choose = newest_common_version if self.has_begun else safest_version
-            version = choose(seats_of(self.homes), found)
+            version = choose(seats_of(self.homes), answers)
             try:
-                owners = choose_owners(wanted or self.at_home(found), found, self.spares, version)
+                owners = choose_owners(
+                    wanted or self.at_home(answers), answers, self.spares, version
+                )
             except NoPlaceError:
                 yield AwaitWorkers(lost, are_needed=True)
                 continue
             yield Form(
                 self.epoch,
                 owners,
-                self._backups(owners, found),
+                self._backups(owners, answers),
                 version,
-                choose_sources(owners, version, found),
+                choose_sources(owners, version, answers),
             )
             self.owners = owners
             # A number is never used twice, as a worker that has no seat now may keep a copy of it.
-            self._newest = max(self._newest, *(c.version for f in found.values() for c in f.copies))
-            self.missing = frozenset(w for s in self.homes for w in s if w not in found)
+            self._newest = max(
+                self._newest, *(c.version for f in answers.values() for c in f.copies)
+            )
+            self.missing = frozenset(w for s in self.homes for w in s if w not in answers)
             return version
 
     def _since(self, version: int, pending: Operation | None) -> list[Operation]:

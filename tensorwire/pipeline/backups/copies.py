@@ -64,9 +64,9 @@ class StageCopy:
         Raises:
             PipelineError: the copy is not what was copied.
         """
-        if (found := checksum(self.tensors, self.rest)) != self.checksum:
+        if (actual := checksum(self.tensors, self.rest)) != self.checksum:
             raise PipelineError(
-                f"the copy of {self.seat} is damaged: its checksum is {found:08x}, not "
+                f"the copy of {self.seat} is damaged: its checksum is {actual:08x}, not "
                 f"{self.checksum:08x}"
             )
 
@@ -178,12 +178,12 @@ def restore_optimizer(
 
 def checksum(tensors: Mapping[Key, torch.Tensor], rest: Rest) -> int:
     """A number that differs if a bit does; sums of blocks of words, and a CRC over these."""
-    found = zlib.crc32(pickle.dumps(rest.kept))
+    total = zlib.crc32(pickle.dumps(rest.kept))
     for key in sorted(tensors):
         tensor = tensors[key]
-        found = zlib.crc32(repr((key, tuple(tensor.shape), tensor.dtype)).encode(), found)
-        found = zlib.crc32(_sums(tensor), found)
-    return found
+        total = zlib.crc32(repr((key, tuple(tensor.shape), tensor.dtype)).encode(), total)
+        total = zlib.crc32(_sums(tensor), total)
+    return total
 
 
 def _sums(tensor: torch.Tensor) -> bytes:

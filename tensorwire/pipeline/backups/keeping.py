@@ -374,8 +374,8 @@ def wants(pipeline: str, epoch: Epoch, seat: Seat, version: int, checksum: int) 
     """Says whether a copy is not here yet."""
     keeper = Keepers.here().of(pipeline)
     keeper.enter(epoch)
-    found = keeper.get(seat, version)
-    return found is None or found.checksum != checksum
+    kept = keeper.get(seat, version)
+    return kept is None or kept.checksum != checksum
 
 
 def receive(pipeline: str, piece: Piece) -> None:
@@ -389,10 +389,10 @@ def fetch(pipeline: str, seat: Seat, version: int) -> StageCopy:
     Raises:
         PipelineError: it is not here.
     """
-    found = Keepers.here().of(pipeline).get(seat, version)
-    if found is None:
+    kept = Keepers.here().of(pipeline).get(seat, version)
+    if kept is None:
         raise PipelineError(f"version {version} of {seat} is not on this worker any more")
-    return found
+    return kept
 
 
 def settle(pipeline: str, epoch: Epoch, version: int) -> None:
@@ -419,12 +419,12 @@ def restored(keep: Keep, seats: Mapping[int, Seat]) -> dict[int, StageCopy]:
     if keep.version is None:
         return {}
     keeper.go_back(keep.epoch, keep.version)
-    found: dict[int, Any] = {}
+    fetched: dict[int, Any] = {}
     for index, seat in seats.items():
         copied = keeper.get(seat, keep.version)
         if copied is None:
             question = keep.pipeline, seat, keep.version
             copied = rpc.rpc_sync(keep.sources[seat], fetch, question, timeout=_NO_LIMIT)
             keeper.put(keep.epoch, seat, keep.version, copied)
-        found[index] = copied
-    return found
+        fetched[index] = copied
+    return fetched

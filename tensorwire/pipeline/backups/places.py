@@ -81,19 +81,19 @@ def owner_in(owners: Sequence[Sequence[str]], seat: Seat) -> str:
     return owners[seat.stage][seat.replica]
 
 
-def newest_common_version(seats: Iterable[Seat], found: Mapping[str, Found]) -> int:
+def newest_common_version(seats: Iterable[Seat], answers: Mapping[str, Found]) -> int:
     """The newest version of which every seat has a copy at some worker.
 
     Args:
         seats: of the pipeline.
-        found: what the living workers have.
+        answers: what the living workers have.
 
     Raises:
         NoCopyError: there is none.
     """
     common: set[int] | None = None
     for seat in seats:
-        versions = _versions(seat, found)
+        versions = _versions(seat, answers)
         if not versions:
             raise NoCopyError(seat, f"no living worker has a copy of {seat}")
         common = versions if common is None else common & versions
@@ -102,7 +102,7 @@ def newest_common_version(seats: Iterable[Seat], found: Mapping[str, Found]) -> 
     return max(common or {0})
 
 
-def safest_version(seats: Sequence[Seat], found: Mapping[str, Found]) -> int:
+def safest_version(seats: Sequence[Seat], answers: Mapping[str, Found]) -> int:
     """The newest version that every seat has twice, or else the newest that all have.
 
     For a driver that comes back: it cannot go back from there to an older one.
@@ -111,24 +111,25 @@ def safest_version(seats: Sequence[Seat], found: Mapping[str, Found]) -> int:
         NoCopyError: there is no version that all have.
     """
     twice = [
-        {v for v in _versions(seat, found) if len(holders_of(seat, v, found)) > 1} for seat in seats
+        {v for v in _versions(seat, answers) if len(holders_of(seat, v, answers)) > 1}
+        for seat in seats
     ]
     safe = set.intersection(*twice)
-    return max(safe) if safe else newest_common_version(seats, found)
+    return max(safe) if safe else newest_common_version(seats, answers)
 
 
-def _versions(seat: Seat, found: Mapping[str, Found]) -> set[int]:
-    return {c.version for each in found.values() for c in each.copies if c.seat == seat}
+def _versions(seat: Seat, answers: Mapping[str, Found]) -> set[int]:
+    return {c.version for each in answers.values() for c in each.copies if c.seat == seat}
 
 
-def holders_of(seat: Seat, version: int, found: Mapping[str, Found]) -> list[str]:
+def holders_of(seat: Seat, version: int, answers: Mapping[str, Found]) -> list[str]:
     """The workers with a copy."""
-    return [name for name, each in found.items() if Copy(seat, version) in each.copies]
+    return [name for name, each in answers.items() if Copy(seat, version) in each.copies]
 
 
 def choose_owners(
     wanted: Owners,
-    found: Mapping[str, Found],
+    answers: Mapping[str, Found],
     spares: Sequence[str] = (),
     version: int | None = None,
 ) -> Owners:
@@ -139,22 +140,22 @@ def choose_owners(
 
     Args:
         wanted: owners if all were living.
-        found: the living workers.
+        answers: the living workers.
         spares: workers without stages, preferred.
         version: of the copies that make a good owner.
 
     Raises:
         NoPlaceError: nobody is left for a seat.
     """
-    chosen = [[each if each in found else None for each in stage] for stage in wanted]
+    chosen = [[each if each in answers else None for each in stage] for stage in wanted]
     for seat in seats_of(wanted):
         if chosen[seat.stage][seat.replica] is None:
             taken = {each for each in chosen[seat.stage] if each is not None}
-            candidates = [each for each in found if each not in taken]
+            candidates = [each for each in answers if each not in taken]
             if not candidates:
                 raise NoPlaceError(seat)
             load = {each: sum(stage.count(each) for stage in chosen) for each in candidates}
-            holders = () if version is None else holders_of(seat, version, found)
+            holders = () if version is None else holders_of(seat, version, answers)
             chosen[seat.stage][seat.replica] = min(
                 candidates,
                 key=lambda each: (
@@ -168,7 +169,7 @@ def choose_owners(
 
 
 def choose_backups(
-    owners: Owners, found: Mapping[str, Found], others: Sequence[str] = ()
+    owners: Owners, answers: Mapping[str, Found], others: Sequence[str] = ()
 ) -> dict[Seat, str]:
     """The worker that backs each seat up: the owner's next neighbour on another host.
 
@@ -176,19 +177,19 @@ def choose_backups(
     all are on one host, it is the next neighbour; a seat without any has no backup.
     """
     ring = list(dict.fromkeys([w for stage in owners for w in stage] + list(others)))
-    ring = [each for each in ring if each in found]
+    ring = [each for each in ring if each in answers]
     backups = {}
     for seat in seats_of(owners):
         owner = owner_in(owners, seat)
         at = ring.index(owner)
         neighbours = ring[at + 1 :] + ring[:at]
-        elsewhere = [each for each in neighbours if found[each].host != found[owner].host]
+        elsewhere = [each for each in neighbours if answers[each].host != answers[owner].host]
         if neighbours:
             backups[seat] = (elsewhere or neighbours)[0]
     return backups
 
 
-def choose_sources(owners: Owners, version: int, found: Mapping[str, Found]) -> dict[Seat, str]:
+def choose_sources(owners: Owners, version: int, answers: Mapping[str, Found]) -> dict[Seat, str]:
     """The worker whose copy each seat takes: its owner's own if it has one.
 
     Raises:
@@ -196,7 +197,7 @@ def choose_sources(owners: Owners, version: int, found: Mapping[str, Found]) -> 
     """
     sources = {}
     for seat in seats_of(owners):
-        holders = holders_of(seat, version, found)
+        holders = holders_of(seat, version, answers)
         if not holders:
             raise NoCopyError(seat, f"no living worker has version {version} of {seat}")
         owner = owner_in(owners, seat)

@@ -155,10 +155,12 @@ def _application(watched: Watched, guard: Guard) -> Any:
                 except ValueError:
                     return PlainTextResponse(f"seconds={given} is no number", 400)
             try:
-                found = await run_in_threadpool(watched.answer, question)
+                answered = await run_in_threadpool(watched.answer, question)
             except NoAnswerError as error:
                 return PlainTextResponse(str(error), 404)
-            return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
+            return (
+                PlainTextResponse(answered) if isinstance(answered, str) else JSONResponse(answered)
+            )
 
         return answer
 

@@ -500,8 +500,8 @@ class ServerProcess(Process):
 
         state = self.states[shard]
         copied = replace(state, rows=dict(state.rows), frozen={}, exports=dict(state.exports))
-        copy, clock = state.real.copy(), dict(effect.clock)
-        what = ("install", shard, effect.position, effect.version, clock, copied, copy)
+        copy, kept = state.real.copy(), effect.state
+        what = ("install", shard, effect.position, effect.version, kept, copied, copy)
         self.call(effect.heir, what, installed)
 
     # --- the state
