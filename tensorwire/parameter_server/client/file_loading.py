@@ -15,7 +15,13 @@ from typing import Final, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from tensorwire.parameter_server.client.file_reading import FileToRead, Mark, Marking, Reading
+from tensorwire.parameter_server.client.file_reading import (
+    FileToRead,
+    Mark,
+    Marked,
+    Marking,
+    Reading,
+)
 from tensorwire.parameter_server.client.positions import decode_position, encode_position
 from tensorwire.parameter_server.declarations.arguments import instance
 from tensorwire.parameter_server.opaque import UserValue
@@ -86,7 +92,15 @@ class ByWorkers(FileLoader):
             batches = iter(self._loader)
         finally:
             self._loader.collate_fn = collate
-        for batch, marks in batches:
+        for marked in batches:
+            if not isinstance(marked, Marked):
+                raise RuntimeError(
+                    f"sampler {self._sampler!r}: the loader {self._loader!r} yields a "
+                    f"{type(marked).__name__} that its collate_fn has not made, so nobody can tell "
+                    "which records are in it; what a batch needs to become belongs into "
+                    "collate_fn, or into the loop over data.track(loader)"
+                )
+            batch, marks = marked
             yield batch, tuple((number, position) for number, position in marks)
 
 

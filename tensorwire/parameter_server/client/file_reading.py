@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from numbers import Real
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.utils.data import get_worker_info
 
@@ -166,6 +166,13 @@ class Reading:
         return tuple(marks)
 
 
+class Marked(NamedTuple):
+    """A batch, and the places that it reaches; a loader that pins memory keeps the kind."""
+
+    batch: UserValue
+    marks: tuple[Mark, ...]
+
+
 class Marking:
     """Makes batches as a loader's ``collate_fn`` does, and adds the places that they reach.
 
@@ -178,6 +185,6 @@ class Marking:
         self._reading = reading
         self._collate = collate
 
-    def __call__(self, records: UserValue) -> tuple[UserValue, tuple[Mark, ...]]:
+    def __call__(self, records: UserValue) -> Marked:
         """The batch of some records, and where it ends in its files."""
-        return self._collate(records), self._reading.marks()
+        return Marked(self._collate(records), self._reading.marks())

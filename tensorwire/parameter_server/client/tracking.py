@@ -57,6 +57,9 @@ class Given:
 
     def __init__(self) -> None:
         self._tickets: list[Ticket] = []
+        self._loops: dict[str, int] = {}
+        self._live: set[str] = set()
+        """Samplers whose latest loop goes on."""
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -65,9 +68,47 @@ class Given:
         """Notes a batch that is given out."""
         self._tickets.append(ticket)
 
+    def require_no_others(self, sampler: str) -> None:
+        """Refuses to go on with a sampler while batches of another one are to be pushed.
+
+        Raises:
+            ValueError: there are some.
+        """
+        others = {each.sampler for each in self._tickets} - {sampler}
+        if others:
+            raise ValueError(
+                f"sampler {sampler!r}: batches of sampler {others.pop()!r} were given out and not "
+                "pushed; push those of one before you take one of another"
+            )
+
     def forget(self) -> None:
         """Forgets what was given out, as it will not be pushed."""
         self._tickets.clear()
+
+    def begin(self, sampler: str) -> int:
+        """Begins a loop over a sampler, which takes the place of the one before.
+
+        Batches of loops that were left will not be pushed.
+
+        Args:
+            sampler: its name.
+
+        Returns:
+            The number of the loop.
+        """
+        self._live.discard(sampler)
+        self._tickets = [each for each in self._tickets if each.sampler in self._live]
+        self._live.add(sampler)
+        self._loops[sampler] = self._loops.get(sampler, 0) + 1
+        return self._loops[sampler]
+
+    def is_latest(self, sampler: str, loop: int) -> bool:
+        """True if no loop over a sampler has taken the place of this one."""
+        return self._loops[sampler] == loop
+
+    def end(self, sampler: str) -> None:
+        """Ends the latest loop over a sampler; what it gave out may still be pushed."""
+        self._live.discard(sampler)
 
     def take(self, rollbacks: int) -> Batches | None:
         """Makes a push of all that was given out, unless the cluster went back meanwhile.
@@ -76,10 +117,7 @@ class Given:
             rollbacks: how often the cluster went back.
 
         Returns:
-            The batches; None if there are none.
-
-        Raises:
-            ValueError: they are of several samplers.
+            The batches, which are of one sampler; None if there are none.
         """
         tickets, self._tickets = self._tickets, []
         if len(tickets) == 1 and not tickets[0].parts:  # as in almost each step
@@ -89,17 +127,11 @@ class Given:
         tickets = [each for each in tickets if each.rollbacks == rollbacks]
         if not tickets:
             return None
-        names = sorted({each.sampler for each in tickets})
-        if len(names) > 1:
-            raise ValueError(
-                f"the batches of this push are of the samplers {', '.join(names)}; push those of "
-                "one before you take one of another"
-            )
         oldest = min(each.deal for each in tickets)  # so that all are refused if one would be
         numbers = [number for each in tickets for number in each.numbers]
         parts = merged(part for each in tickets for part in each.parts)
         window = tickets[-1].window
-        return Batches(names[0], oldest, (*numbers, *finished(parts)), parts, window)
+        return Batches(tickets[0].sampler, oldest, (*numbers, *finished(parts)), parts, window)
 
     def require_whole_steps(self) -> None:
         """Refuses pushes of a part of a step.
@@ -150,9 +182,28 @@ class Tracked(ABC):
 
     def turns(self) -> Iterator[Turn]:
         """Yields the turns one after the other, until everything is trained."""
-        self._cluster.given.forget()
-        while self._goes_on():
-            yield Turn(self)
+        loop = self._cluster.given.begin(self._name)
+        self._batches = None
+        try:
+            while self._goes_on():
+                yield Turn(self, loop)
+                self.require_latest(loop)
+        finally:
+            if self._cluster.given.is_latest(self._name, loop):
+                self._cluster.given.end(self._name)
+                self._batches = None  # ends the loader's workers, also if the loop was left
+
+    def require_latest(self, loop: int) -> None:
+        """Refuses a loop that another one has taken the place of.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if not self._cluster.given.is_latest(self._name, loop):
+            raise RuntimeError(
+                f"sampler {self._name!r}: another loop over it has begun since this one, which "
+                "yields nothing more; a trainer goes through its samples in one loop at a time"
+            )
 
     @abstractmethod
     def next_batch(self) -> tuple[UserValue, Ticket]:
@@ -180,6 +231,7 @@ class Tracked(ABC):
         given, assigned = self._cluster.given, self._assigned
         if assigned.is_stale and (not len(given) or assigned.went_back):
             return False
+        given.require_no_others(self._name)
         given.add(ticket)
         self.last = ticket.numbers[-1] if ticket.numbers else self.last
         return True
@@ -205,6 +257,7 @@ class Tracked(ABC):
         given = self._cluster.given
         if self._assigned.went_back:
             given.forget()
+        given.require_no_others(self._name)
         if given:
             _logger.warning(
                 "sampler %r: the last %d batches were given out and not pushed; they count as "
@@ -315,16 +368,19 @@ class Turn:
 
     Args:
         tracked: whose.
+        loop: of which.
     """
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: Tracked, loop: int) -> None:
         self._tracked = tracked
+        self._loop = loop
         self._waiting: deque[Ticket] = deque()
 
     def __iter__(self) -> Iterator[UserValue]:
         return self
 
     def __next__(self) -> UserValue:
+        self._tracked.require_latest(self._loop)
         batch, ticket = self._tracked.next_batch()
         self._waiting.append(ticket)
         return batch

@@ -546,9 +546,15 @@ class TestMistakes:
                 yield from super().__iter__()
                 yield from super().__iter__()
 
+        class Changing(DataLoader[int]):
+            def __iter__(self) -> Any:
+                yield from super().__iter__()
+
         def go() -> None:
             it = Counting((2, 2))
             data = it.files()
+            with pytest.raises(RuntimeError, match="a Tensor that its collate_fn has not made"):
+                it.train(data, lambda files: Changing(Records(files)))
             with pytest.raises(RuntimeError, match="a batch of no file; its data set must"):
                 it.train(data, lambda files: DataLoader(Others(files)))
             with pytest.raises(RuntimeError, match="iterates over its files a second time"):
