@@ -4,6 +4,8 @@
 #   make train KILL=1   the same, and a trainer and a server are killed on the way
 #   make tutorials   all tutorials run small, about five minutes   (tutorials/README.md)
 #   make test     all tests          (make test ARGS="-k rref -x")
+#   make test COMPILED=1   the same, against a build whose modules of calls are compiled
+#   make compiled    that build as a wheel, in dist; takes minutes and a C compiler
 #   make check    lint, format, strict types
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
 #   make gpu      test and measure tensors on one GPU; takes the PYTHON given, installs nothing
@@ -40,12 +42,15 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PIP_ARGS ?=
 ARGS ?=
+COMPILED ?=
 
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 READY := $(VENV)/.tensorwire-ready
 # Without its restarts, as pytest-xdist can wait for ever for the tests of a process that crashed.
-TEST := $(RUN) -m pytest -n 2 --dist loadgroup --max-worker-restart 0
+TEST := $(abspath $(RUN)) -m pytest -n 2 --dist loadgroup --max-worker-restart 0
+# A copy of all there is, with compiled modules; beside the sources they would hide these.
+TREE := $(CURDIR)/build/compiled
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check docs bench soak chaos conformance simulate mutants clean
@@ -100,8 +105,22 @@ tutorials: $(READY)
 	$(RPCRUN) --role main:1 --role stage:3,service,max_restarts=1 \
 	  -m tutorials.pipeline.hugging_face --steps 40 $(SMALL)
 
-test: $(READY)
-	@$(TEST) $(ARGS)
+test: $(READY) $(if $(COMPILED),compiled-tree)
+	@$(if $(COMPILED),cd $(TREE) && COMPILED=1 PYTHONPATH=$(TREE)) $(TEST) $(ARGS)
+
+.PHONY: compiled compiled-tree
+compiled: $(READY)
+	@rm -f dist/tensorwire-*-cp*.whl
+	@TENSORWIRE_COMPILE=1 $(RUN) -m pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  --no-deps --wheel-dir dist .
+	@ls dist/tensorwire-*-cp*.whl
+
+compiled-tree: compiled
+	@rm -rf $(TREE) && mkdir -p $(TREE)
+	@tar -c --exclude-vcs --exclude='./build' --exclude='./dist' --exclude='./runs' \
+	  --exclude='./.venv*' --exclude='./.*_cache' --exclude='*.egg-info' --exclude='__pycache__' . \
+	  | tar -x -C $(TREE)
+	@$(PIP) --no-deps --upgrade --target $(TREE) dist/tensorwire-*-cp*.whl
 
 check: $(READY)
 	$(RUN) -m ruff check .

@@ -32,6 +32,7 @@ def lines(facts: About) -> Iterable[tuple[str, str]]:
     yield "tensorwire", facts.version
     yield "Python", facts.python
     yield "torch", facts.torch
+    yield "modules", _modules(facts)
     yield "backends", f"{', '.join(facts.backends)} (default: {facts.backends[0]})"
     yield "kernels", facts.kernels
     for extra in facts.extras:
@@ -39,6 +40,12 @@ def lines(facts: About) -> Iterable[tuple[str, str]]:
     if not facts.extras:
         yield "extras", "unknown: this copy is not installed as a package"
     yield from _machine(facts.machine)
+
+
+def _modules(facts: About) -> str:
+    if not facts.compiled:
+        return f"interpreted: {facts.modules} of Python"
+    return f"compiled: {len(facts.compiled)} of {facts.modules}, such as {facts.compiled[0]}"
 
 
 def _extra(extra: Extra) -> str:

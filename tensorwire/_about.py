@@ -5,6 +5,7 @@ Reads files of the kernel and the metadata of installed packages; starts nothing
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -28,6 +29,7 @@ _EXTRA: Final = re.compile(r"""extra == ["']([\w-]+)["']""")
 _OLDER_PYTHON: Final = re.compile(r"""python_version < ["'](\d+)\.(\d+)["']""")
 _OWN_EXTRAS: Final = re.compile(rf"{_PACKAGE}\[([\w,-]+)\]")
 _FOR_DEVELOPERS: Final = ("dev", "docs", "libraries", "tutorials")
+_PACKAGES: Final = ("rpc", "autograd_dist", "optim_dist", "remote_module", _PACKAGE)
 
 Installed = Callable[[str], "str | None"]
 """Tells the version of an installed distribution; None if there is none."""
@@ -90,6 +92,8 @@ class About:
         version: of TensorWire.
         python: version.
         torch: version.
+        modules: number of TensorWire's modules, compiled or not.
+        compiled: names of those that run compiled; none in an ordinary installation.
         backends: by which workers may be connected; the default, ``RPC_BACKEND``'s or else
             TENSORWIRE, first.
         extras: of this package; none are known of a copy that is not installed.
@@ -101,6 +105,8 @@ class About:
     version: str
     python: str
     torch: str
+    modules: int
+    compiled: tuple[str, ...]
     backends: tuple[str, ...]
     extras: tuple[Extra, ...]
     kernels: str
@@ -115,11 +121,27 @@ def about() -> About:
         rpc.__version__,
         platform.python_version(),
         str(torch.__version__),
+        *modules(Path(rpc.__file__).parents[1]),
         tuple(sorted(backends, key=lambda name: name != default)),
         extras(_requirements(), _installed),
         _kernels(),
         machine(),
     )
+
+
+def modules(root: Path) -> tuple[int, tuple[str, ...]]:
+    """The number of our modules below a folder, and the names of those that are compiled.
+
+    Python imports a compiled module, if there is one, in place of the source beside it.
+    """
+    sources = [path for package in _PACKAGES for path in (root / package).rglob("*.py")]
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    compiled = [
+        ".".join(path.relative_to(root).with_suffix("").parts)
+        for path in sources
+        if any(path.with_suffix(suffix).exists() for suffix in suffixes)
+    ]
+    return len(sources), tuple(sorted(compiled))
 
 
 def extras(requirements: Iterable[str], installed: Installed) -> tuple[Extra, ...]:

@@ -27,8 +27,10 @@ import torch
 from hypothesis import settings
 from torch.distributed import TCPStore
 
+import rpc
 from rpc.transports.base import Transport
 from rpc.transports.tensorwire import TensorWireTransport
+from tensorwire._about import modules
 from tests.processes import ready_made
 
 # A slow example on a busy machine is no finding. Many examples: --hypothesis-profile thorough
@@ -40,6 +42,7 @@ settings.load_profile("tensorwire")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+_IS_COMPILED = os.environ.get("COMPILED") == "1"
 _USUAL_KILLS = 3
 _SECONDS_TO_SETTLE = 3.0
 _SECONDS_BETWEEN_LOOKS = 0.02
@@ -83,6 +86,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kills", type=int, default=_USUAL_KILLS, help="how often such a test kills (%(default)s)"
     )
+
+
+def pytest_configure() -> None:
+    """Refuse compiled modules that nobody asked for: they may be older than the sources."""
+    root = Path(rpc.__file__).parents[1]
+    _, compiled = modules(root)
+    if compiled and not _IS_COMPILED:
+        which = f"{compiled[0]} and {len(compiled) - 1} others in {root}"
+        pytest.exit(f"remove {which}: they are compiled, and hide their sources", 4)
+    if _IS_COMPILED and not compiled:
+        pytest.exit(f"nothing in {root} is compiled: make test COMPILED=1 builds what is tested", 4)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that replace what a compiled module does not look up."""
+    if _IS_COMPILED and item.get_closest_marker("interpreted") is not None:
+        pytest.skip("replaces what compiled modules do not look up when they run")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import rpc
 from tensorwire.__main__ import lines, main
-from tensorwire._about import About, Extra, Machine, core_limit, extras
+from tensorwire._about import About, Extra, Machine, core_limit, extras, modules
 
 _MACHINE = Machine(
     "Linux 6.1 x86_64", 2, 8, 1.5, 16_000_000_000, 1 << 26, 1 << 25, None, 1024, True,
@@ -45,11 +48,15 @@ def test_the_limit_of_a_control_group_is_read(text: str, limit: float | None) ->
 
 def test_the_facts_are_told_in_words() -> None:
     found = About(
-        "1.2", "3.11", "2.13", ("TENSORWIRE", "TENSORPIPE"),
+        "1.2", "3.11", "2.13", 300, (), ("TENSORWIRE", "TENSORPIPE"),
         (Extra("ps", {"numba": "0.68"}, ()), Extra("tls", {}, ("cryptography",))),
         "numba", _MACHINE,
     )  # fmt: skip
     told = dict(lines(found))
+    assert told["modules"] == "interpreted: 300 of Python"
+    compiled = replace(found, compiled=("rpc.calls.callee", "rpc.calls.caller"))
+    words = "compiled: 2 of 300, such as rpc.calls.callee"
+    assert dict(lines(compiled))["modules"] == words
     assert told["backends"] == "TENSORWIRE, TENSORPIPE (default: TENSORWIRE)"
     assert told["[ps]"] == "numba 0.68"
     assert told["[tls]"] == "not installed: cryptography"
@@ -58,6 +65,17 @@ def test_the_facts_are_told_in_words() -> None:
     assert told["locked memory"] == "no limit"
     assert told["autogroups"] == "on: cores are divided among sessions first"
     assert told["InfiniBand"] == "mlx5_0"
+
+
+def test_modules_that_python_imports_compiled_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rpc" / "calls").mkdir(parents=True)
+    for name in ("__init__.py", "calls/__init__.py", "calls/callee.py", "calls/caller.py"):
+        (tmp_path / "rpc" / name).touch()
+    assert modules(tmp_path) == (4, ())
+    library = f"caller{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    (tmp_path / "rpc" / "calls" / library).touch()
+    (tmp_path / "rpc" / "calls" / "callee.cpython-27.so").touch()  # another Python's
+    assert modules(tmp_path) == (4, ("rpc.calls.caller",))
 
 
 def test_scripts_read_what_is_true_of_this_machine(

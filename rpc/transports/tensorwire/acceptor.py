@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 from rpc.transports.tensorwire.connector import OWN_LIMITS, configure
 from rpc.transports.tensorwire.handshake import (
@@ -25,7 +26,6 @@ from rpc.transports.tensorwire.handshake import (
     Hello,
     Identity,
 )
-from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.tls import Certificates, is_for, wrong_name
 from rpc.transports.tensorwire.tls_socket import TlsSocket, certified_names
 from rpc.transports.tensorwire.unauthenticated import UnauthenticatedConnections
@@ -37,6 +37,22 @@ _PATIENCE_SECONDS = 1.0
 _SILENCE_SECONDS = 5.0
 """Seconds that a connection may take to name the worker that it looks for."""
 _CREDENTIALS = struct.Struct("3i")
+
+
+class SocketWatch(Protocol):
+    """The threads that read sockets; ``requests.RequestSide`` has them.
+
+    Attributes:
+        sweeping: the acceptor is to be swept now and then, which it ends by itself.
+    """
+
+    sweeping: bool
+
+    def add(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
+        """Calls ``handler`` with epoll's events whenever ``sock`` has something to read."""
+
+    def remove(self, sock: socket.socket) -> None:
+        """Forgets a socket; to be called before it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +170,9 @@ class ConnectionAcceptor:
         self._paused: list[socket.socket] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._requests: RequestSide | None = None
+        self._requests: SocketWatch | None = None
 
-    def open(self, requests: RequestSide) -> None:
+    def open(self, requests: SocketWatch) -> None:
         """Begins to accept, on the threads of ``requests``."""
         self._requests = requests
         for listener in self._listeners:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,23 @@ from rpc.agent import Agent
 from rpc.errors import UnknownWorkerError, WorkerLostError
 from rpc.group.events import MembershipChange
 from rpc.ids import Life
-from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.base import Frame, FrameKind, Peer, Transport
 from rpc.wire.control import Leaving, encode_batch
 from rpc.worker_info import WorkerInfo
 from tests.waiting import until
 
 _other_call = threading.Event()
+
+
+class Adding:
+    """A transport to which peers are added as the test says."""
+
+    def __init__(self, inner: Transport, add_peer: Callable[[Peer], None]) -> None:
+        self._inner = inner
+        self.add_peer = add_peer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def whoami() -> str:
@@ -62,7 +75,7 @@ def test_a_newcomer_is_in_the_group_once_it_can_be_reached(
             Life(9, 1), Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)]))
         )
 
-    monkeypatch.setattr(alice.transport, "add_peer", look_and_add)
+    monkeypatch.setattr(alice, "transport", Adding(alice.transport, look_and_add))
     changes: list[MembershipChange] = []
     alice.events.subscribe(lambda event: changes.append(event.change))
     alice.add_peer(Peer(WorkerInfo("carol", 9), 1, alice.group.peer(1).address))
@@ -76,7 +89,7 @@ def test_a_newcomer_that_is_lost_at_once_is_known_to_be(
 ) -> None:
     alice, _ = pair
     lose = partial(alice.inbound.peer_lost, Life(9, 1), "its process ended")
-    monkeypatch.setattr(alice.transport, "add_peer", lambda peer: lose())
+    monkeypatch.setattr(alice, "transport", Adding(alice.transport, lambda peer: lose()))
     alice.add_peer(Peer(WorkerInfo("carol", 9), 1, b""))
     with pytest.raises(WorkerLostError, match=r"carol.*its process ended"):
         alice.rpc_sync("carol", whoami)
@@ -87,7 +100,7 @@ def test_a_newcomer_outlives_the_late_news_that_its_former_life_is_lost(
 ) -> None:
     alice, bob = pair
     lose = partial(alice.inbound.peer_lost, bob.life, "its process ended")
-    monkeypatch.setattr(alice.transport, "add_peer", lambda peer: lose())
+    monkeypatch.setattr(alice, "transport", Adding(alice.transport, lambda peer: lose()))
     alice.add_peer(replace(alice.group.peer(1), incarnation=bob.life.incarnation + 1))
     assert alice.group.lives("bob")
 
@@ -105,7 +118,7 @@ def test_a_newcomer_did_not_send_what_is_held_back_of_its_former_life(
         return lost(life, reason)
 
     monkeypatch.setattr(alice.worker_loss, "lost", hear_it_say_goodbye)
-    monkeypatch.setattr(alice.transport, "add_peer", lambda peer: None)
+    monkeypatch.setattr(alice, "transport", Adding(alice.transport, lambda peer: None))
     alice.add_peer(replace(alice.group.peer(1), incarnation=bob.life.incarnation + 1))
     assert alice.group.lives("bob")
 
@@ -118,7 +131,7 @@ def test_one_that_the_transport_refuses_is_not_in_the_group(
     def refuse(peer: Peer) -> None:
         raise ValueError("no such address")
 
-    monkeypatch.setattr(alice.transport, "add_peer", refuse)
+    monkeypatch.setattr(alice, "transport", Adding(alice.transport, refuse))
     with pytest.raises(ValueError, match="no such address"):
         alice.add_peer(Peer(WorkerInfo("carol", 9), 1, b""))
     assert alice.get_worker_infos() == [alice.info, bob.info]

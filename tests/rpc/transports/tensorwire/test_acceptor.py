@@ -25,11 +25,15 @@ _TRY_SECONDS = 0.05
 """Seconds that a thread gets to close the acceptor, if it can."""
 
 
-class _Interrupted(RequestSide):
+class _Interrupted:
     """Runs ``meanwhile`` in another thread just before a connection is registered."""
 
-    meanwhile: Callable[[], None] | None = None
-    thread: threading.Thread | None = None
+    def __init__(self) -> None:
+        self.inner = RequestSide("test", lambda: None, DEFAULT_BUSY_POLL_SEC)
+        self.sweeping = False
+        self.remove = self.inner.remove
+        self.meanwhile: Callable[[], None] | None = None
+        self.thread: threading.Thread | None = None
 
     def add(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
         if self.meanwhile is not None:
@@ -37,7 +41,7 @@ class _Interrupted(RequestSide):
             self.meanwhile = None
             self.thread.start()
             self.thread.join(_TRY_SECONDS)
-        super().add(sock, handler)
+        self.inner.add(sock, handler)
 
 
 class _Crowded(socket.socket):
@@ -75,9 +79,9 @@ def _acceptor(
 
 @pytest.fixture
 def requests() -> Iterator[_Interrupted]:
-    side = _Interrupted("test", lambda: None, DEFAULT_BUSY_POLL_SEC)
+    side = _Interrupted()
     yield side
-    side.close()
+    side.inner.close()
 
 
 def test_an_acceptor_that_closes_while_a_connection_comes_closes_that(
@@ -87,7 +91,7 @@ def test_an_acceptor_that_closes_while_a_connection_comes_closes_that(
     acceptor = _acceptor(listener)
     acceptor.open(requests)
     requests.meanwhile = acceptor.close
-    requests.start()
+    requests.inner.start()
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_SECONDS)
         client.connect(listener.getsockname())
@@ -97,11 +101,11 @@ def test_an_acceptor_that_closes_while_a_connection_comes_closes_that(
     assert not requests.thread.is_alive()
 
 
-class _Told(RequestSide):
+class _Told:
     """Has no threads: the test says when a socket is ready."""
 
     def __init__(self) -> None:
-        super().__init__("test", lambda: None, DEFAULT_BUSY_POLL_SEC)
+        self.sweeping = False
         self.ready: dict[int, Callable[[int], None]] = {}
 
     def add(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
@@ -156,7 +160,6 @@ class _Crowd:
 
     def close(self) -> None:
         self.acceptor.close()
-        self.requests.close()
         for authenticated in self.authenticated:
             authenticated.hang_up()
         for client in self.clients:
@@ -306,7 +309,6 @@ def strained() -> Iterator[_Strained]:
     made = _Strained()
     yield made
     made.acceptor.close()
-    made.requests.close()
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])

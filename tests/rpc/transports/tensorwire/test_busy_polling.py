@@ -187,6 +187,7 @@ def test_on_average_no_wait_polls_for_longer_than_chosen(
     assert total <= (microseconds + 2) * len(delays)
 
 
+@pytest.mark.interpreted
 def test_both_readers_of_a_transport_poll_as_long_as_was_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

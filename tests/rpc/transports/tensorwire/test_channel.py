@@ -445,6 +445,7 @@ def connection_is_over(wire: Wire) -> bool:
     return bool(readable) and wire.sender.sock.recv(1) == b""
 
 
+@pytest.mark.interpreted
 def test_a_frame_for_which_there_is_no_memory_is_refused_and_the_next_leaves(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +457,7 @@ def test_a_frame_for_which_there_is_no_memory_is_refused_and_the_next_leaves(
     assert [number for number, _, _ in wire.found] == [1]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("owner", "name"), [(channel, "pack_fixed"), (Sender, "_advance"), (Sender, "_load_batch")]
 )
@@ -563,6 +565,7 @@ def test_who_is_late_to_go_on_with_one_that_broke_sends_nothing_on_the_next(
     assert [number for number, _, _ in wire.found] == [0, 1]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["_keep", "_wait_writable"])
 def test_a_small_frame_that_leaves_in_part_is_sent_on_another_connection(
     replaceable: Replaceable, monkeypatch: pytest.MonkeyPatch, name: str
@@ -580,6 +583,7 @@ def test_a_small_frame_that_leaves_in_part_is_sent_on_another_connection(
     assert wire.unsent.count == 0
 
 
+@pytest.mark.interpreted
 def test_a_held_frame_for_which_there_is_no_memory_is_sent_on_another_connection(
     replaceable: Replaceable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,6 +596,7 @@ def test_a_held_frame_for_which_there_is_no_memory_is_sent_on_another_connection
     assert wire.unsent.count == 0
 
 
+@pytest.mark.interpreted
 def test_without_another_connection_it_is_said_why_nothing_can_be_sent(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:

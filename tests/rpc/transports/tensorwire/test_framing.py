@@ -223,6 +223,7 @@ def test_of_a_frame_without_memory_the_table_and_the_beginning_of_the_header_arr
             assert (frame.header, bytes(frame.payload)) == (whole.header, whole.inline)
 
 
+@pytest.mark.interpreted
 def test_a_frame_whose_header_cannot_be_copied_arrives_without_the_rest_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -61,6 +61,7 @@ def test_after_bytes_that_are_no_frames_no_connection_helps() -> None:
     assert reader.garbled
 
 
+@pytest.mark.interpreted
 def test_want_of_memory_while_frames_are_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise MemoryError

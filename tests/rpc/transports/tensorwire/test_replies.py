@@ -115,6 +115,7 @@ def test_replies_are_read_when_nobody_waits(side: Side) -> None:
     assert threading.get_ident() not in side.arrived.values()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("error", [MemoryError("nothing is left"), SystemExit("not for this")])
 def test_a_channel_that_fails_does_not_end_the_reading(
     side: Side,
@@ -139,6 +140,7 @@ def test_a_channel_that_fails_does_not_end_the_reading(
     assert str(error) in caplog.text
 
 
+@pytest.mark.interpreted
 def test_a_socket_that_takes_bytes_again_is_told_although_a_signal_came_just_then(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:

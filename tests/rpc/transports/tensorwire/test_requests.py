@@ -210,6 +210,7 @@ class ClosedWhileRead:
         return []
 
 
+@pytest.mark.interpreted
 def test_a_socket_that_is_closed_while_it_is_read_holds_up_no_other(side: Side) -> None:
     mine, other = socket.socketpair()
     ended: list[str] = []
@@ -231,6 +232,7 @@ class OneFrameAByte:
         return [*self._sock.recv(64)]
 
 
+@pytest.mark.interpreted
 def test_callers_that_crowd_the_cores_are_served_by_turns() -> None:
     requests = RequestSide("test", lambda: None, 0.0, Turns(2, seconds=60.0))
     served: list[int] = []

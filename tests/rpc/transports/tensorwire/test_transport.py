@@ -995,7 +995,7 @@ class Interrupt(BaseException):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (RemotePeer, "flush"),
+        pytest.param(RemotePeer, "flush", marks=pytest.mark.interpreted),
         (Reconnector, "join"),
         (threading.Thread, "join"),
     ],
