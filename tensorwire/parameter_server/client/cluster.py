@@ -261,14 +261,16 @@ class Cluster:
     def join(self) -> None:
         """Becomes a trainer, if this is none yet; under BSP all others then wait for its pushes.
 
-        The first time, waits until as many as ``connect`` was told want to.
+        The first time, waits until as many as ``connect`` was told want to. One that has finished
+        is a new trainer from here on, which begins where the others are.
         """
-        self._membership.join()
+        self._membership.join(again=True)
 
     def finish(self) -> None:
         """Leaves the clock: from here on nobody waits for pushes of this trainer.
 
-        Returns when all its pushes are safe. Pulls are possible afterwards, pushes are not.
+        Returns when all its pushes are safe. Pulls are possible afterwards, pushes are not before
+        it has called :meth:`join` again.
 
         Raises:
             RolledBack: see there; it is a trainer still.

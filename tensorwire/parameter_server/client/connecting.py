@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +40,12 @@ class _Connected:
         self.lock = threading.Lock()
         self.clusters: dict[str, Cluster] = {}
         self.sessions: dict[str, int] = {}
+
+    def next_session(self, name: str) -> int:
+        """Counts how often the worker has become a client of a cluster; how often before."""
+        before = self.sessions.get(name, 0)
+        self.sessions[name] = before + 1
+        return before
 
     def close(self) -> None:
         for cluster in self.clusters.values():
@@ -122,10 +129,9 @@ def connect(
             _require_same(known.session.view, settings, backups)
             return known
         view = _meet(worker, name, settings, backups, timeout)
-        before = connected.sessions.get(name, 0)
-        session = Session(worker, name, view, before, timeout)
-        connected.sessions[name] = before + 1
-        membership = Membership(session, trainers or started)
+        next_session = partial(connected.next_session, name)
+        session = Session(worker, name, view, next_session(), timeout)
+        membership = Membership(session, trainers or started, next_session)
         cluster = connected.clusters[name] = Cluster(session, membership, nans)
     session.servers.spread()
     return cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Final
 
 from rpc import extend
@@ -24,17 +25,36 @@ class Membership:
     Args:
         session: of the worker in the cluster.
         started: trainers that had been started by the time that this one was.
+        next_session: counts how often this worker has been a client of the cluster.
     """
 
-    def __init__(self, session: Session, started: int) -> None:
+    def __init__(self, session: Session, started: int, next_session: Callable[[], int]) -> None:
         self._session = session
         self._started = started
+        self._next_session = next_session
+        self._has_finished = False
 
-    def join(self) -> None:
-        """Becomes a trainer, if this is none yet; returns when it may push."""
+    def join(self, *, again: bool = False) -> None:
+        """Becomes a trainer, if this is none yet; returns when it may push.
+
+        Args:
+            again: also one that has finished, as a trainer with a number of its own.
+
+        Raises:
+            NotATrainerError: it has finished, and ``again`` is False.
+        """
         session = self._session
         if session.trainer.number >= 0:
             return
+        if self._has_finished:
+            if not again:
+                raise errors.NotATrainerError(
+                    f"worker {session.client.name!r} has finished in cluster {session.cluster!r}, "
+                    "so that nobody waits for its pushes, and takes none; call cluster.join() to "
+                    "be a trainer again"
+                )
+            session.come_again(self._next_session())
+            self._has_finished = False
         join = orders.Join(session.client, self._started)
         number = session.servers.ask_coordinator(join, waits_for=self._beginning())
         pause = PAUSE
@@ -77,6 +97,7 @@ class Membership:
             session.raise_failure()  # the cluster went back in the middle of this
             raise
         trainer.number = -1
+        self._has_finished = True
         if refused:
             raise refused[0]
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Final, NoReturn
 
@@ -546,6 +547,15 @@ class Session:
         """Makes this worker a trainer, whose first push has this number."""
         with self._acting():
             self.trainer.begin(number, count)
+
+    def come_again(self, session: int) -> None:
+        """This worker has finished, and is about to join as a client of its own.
+
+        Args:
+            session: how often it has been one before.
+        """
+        with self._acting():
+            self.client = replace(self.client, session=session)
 
     def begin_to_finish(self) -> None:
         """Marks the next push as the last one, unless the cluster goes back first."""

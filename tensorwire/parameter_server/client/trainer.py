@@ -43,6 +43,7 @@ class Trainer:
         """Makes it a trainer, whose first push has this number."""
         self.number = number
         self.next = self.first = count
+        self.is_finishing = False
 
     def take(self) -> int:
         """The number of a push that is made now."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,31 @@ class TestSeveralTrainers:
             assert each.state.max_steps == EPOCHS * 20
         assert max(each.lr_scheduler.last_epoch for each in trainers) == EPOCHS * 20
 
+    @pytest.mark.parametrize("under", [ps.Async(), ps.BSP(ps.Reduce.SUM)], ids=str)
+    def test_train_each_sample_once_while_servers_change(self, under: Any, tmp_path: Path) -> None:
+        """The state moves to three servers, and then to one, in the middle of training."""
+
+        def train(trainer: Trainer, cluster: ps.Cluster) -> list[int]:
+            trainer.train()
+            cluster.finish()
+            return [sample for some in trainer.model.seen for sample in some]
+
+        trainers, functions = [], []
+        with local_group(*SERVERS, "ps2", "trainer0", "trainer1") as agents:
+            for agent in agents[3:]:
+                with as_worker(agent):
+                    cluster = ps.connect(SERVERS, consistency=under, trainers=2)
+                more = After(4, partial(cluster.resize, [*SERVERS, "ps2"]))
+                fewer = After(8, partial(cluster.resize, ["ps2"]))
+                changes = (more, fewer) if not trainers else ()
+                trainers.append(make(tmp_path, cluster, *changes, count=80))
+                functions.append(partial(train, trainers[-1], cluster))
+            seen = run(agents[3:], functions)
+            assert [each.name for each in cluster.session.view.servers] == ["ps2"]
+        assert [counts(each) for each in trainers] == [[EPOCHS] * 80] * 2
+        if under != ps.Async():  # where leases end when rows move, and samples are trained anew
+            assert sorted(chain.from_iterable(seen)) == sorted([*range(80)] * EPOCHS)
+
     def test_leave_what_a_trainer_that_died_had_taken_to_the_other(self, tmp_path: Path) -> None:
         hub, died = MemoryHub(), threading.Event()
 
@@ -417,13 +443,29 @@ class TestWhatCannotBeHonoured:
         with pytest.raises(ps.DeclarationError, match="seed=1, not 2"):
             as_trainer(go)
 
-    def test_is_said_by_one_that_was_stopped(
+    def test_is_said_by_one_that_was_stopped_and_goes_on_when_it_trains_again(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         class Stop(transformers.TrainerCallback):  # type: ignore[misc]
+            step = 2
+
             def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-                control.should_training_stop = state.global_step == 2
+                control.should_training_stop = state.global_step == self.step
+
+        def go() -> list[int]:
+            trainer.train()
+            assert "this Trainer was stopped; 40 of 48 samples are not trained" in caplog.text
+            stop.step = -1
+            trainer.train()
+            assert trainer.state.epoch == EPOCHS
+            trainer.train()
+            return [sample for some in trainer.model.seen for sample in some]
 
         caplog.set_level(logging.WARNING)
-        as_trainer(make(tmp_path, SERVERS, Stop()).train)
-        assert "this Trainer was stopped; 40 of 48 samples are not trained" in caplog.text
+        stop = Stop()
+        trainer = make(tmp_path, SERVERS, stop)
+        seen = as_trainer(go)
+        assert sorted(seen) == sorted([*range(24)] * EPOCHS)
+        assert counts(trainer) == [EPOCHS] * 24
+        assert "8 of the 48 samples of 2 epochs are trained already" in caplog.text
+        assert "there is nothing left to train" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +155,48 @@ class TestTheNumberOfTrainersThatBegin:
         with local_group("ps0", "trainer0", "trainer1") as (_, first, second):
             run([first], [go])
             run([second], [other])
+
+
+class TestATrainerThatHasFinished:
+    @pytest.mark.parametrize("under", [ps.BSP(ps.Reduce.SUM), ps.SSP(0), ps.Async()], ids=str)
+    def test_pushes_again_once_it_has_joined_again(self, under: Any) -> None:
+        """The other one goes on meanwhile; under BSP it waits for the first one again later."""
+        has_gone, has_come, has_pushed = (threading.Event() for _ in range(3))
+
+        def leaves() -> tuple[int, int]:
+            cluster = ps.connect(["ps0", "ps1"], consistency=under, trainers=2)
+            table = counts(cluster)
+            table.push(IDS, ONES)
+            cluster.finish()
+            with pytest.raises(ps.NotATrainerError, match=r"'trainer0' has finished .* call clu"):
+                table.push(IDS, ONES)
+            has_gone.set()
+            assert has_pushed.wait(60)
+            before = cluster.number
+            cluster.join()
+            has_come.set()
+            table.push(IDS, ONES)
+            cluster.finish()
+            return before, cluster.session.client.session
+
+        def stays() -> list[float]:
+            cluster = ps.connect(["ps0", "ps1"], consistency=under, trainers=2)
+            table = counts(cluster)
+            table.push(IDS, ONES)
+            assert has_gone.wait(60)
+            table.push(IDS, ONES)
+            has_pushed.set()
+            assert has_come.wait(60)
+            table.push(IDS, ONES)
+            cluster.finish()
+            until(lambda: table.pull(IDS).min() == 5)
+            found: list[float] = table.pull(IDS).unique().tolist()
+            return found
+
+        with local_group("ps0", "ps1", "trainer0", "trainer1") as agents:
+            told, found = run(agents[2:], [leaves, stays])
+        assert told == (-1, 1)
+        assert found == [5.0]
 
 
 class TestARoleOfServers:

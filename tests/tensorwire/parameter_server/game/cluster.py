@@ -9,16 +9,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tensorwire.parameter_server.decisions import orders, view_changes
+from tensorwire.parameter_server.decisions import view_changes
 from tensorwire.parameter_server.decisions.leases import LEASE
 from tensorwire.parameter_server.decisions.lives import Latest
 from tensorwire.parameter_server.decisions.pushes import PushKind
 from tensorwire.parameter_server.decisions.tasks import (
-    Reply,
     Store,
 )
 from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.messaging.settings import settings_of
+from tests.tensorwire.parameter_server.game.admin import Admin
 from tests.tensorwire.parameter_server.game.plans import Broken, History, Plan
 from tests.tensorwire.parameter_server.game.processes import Process
 from tests.tensorwire.parameter_server.game.publisher import Publisher
@@ -41,7 +41,7 @@ class Game:
         self.plan = plan
         self.rules = Rules(self)
         slow = {"import": self.plan.slow_rows, "push": self.plan.slow_pushes}
-        slow["record"] = self.plan.slow_records
+        slow |= {"record": self.plan.slow_records, "ready": self.plan.slow_words}
         self.slow = {kind for kind, is_slow in slow.items() if is_slow}
         self.numbers = 0
         self.now = 0.0
@@ -357,14 +357,10 @@ class Game:
                 self.isolate(victim)
             else:
                 self.kill(victim)
-        elif kind == "trainer" and self.budget["trainer"] and len(self.trainers) > 0:
-            self.budget["trainer"] -= 1
-            victim = r.choice(self.trainers)
-            if victim.expelled:
-                return
-            self.kill(victim)
-            if r.random() < 0.7 or victim.number < 0:
-                self.start_trainer(victim.name)
+            if self.plan.hosts:
+                self.kill_trainer()
+        elif kind == "trainer":
+            self.kill_trainer()
         elif kind == "snapshot" and self.budget["snapshot"]:
             self.take_snapshot()
         elif kind == "resize" and self.budget["resize"]:
@@ -383,6 +379,26 @@ class Game:
             if awake:
                 self.budget["nap"] -= 1
                 self.stop(r.choice(awake))
+
+    def lose_head(self, number: int) -> None:
+        """Kills, now and then, the head of a shard that has a backup, just before it is asked."""
+        shard = self.view.shard(number)
+        head = self.living.get(shard.head) if shard is not None and shard.chain[1:] else None
+        if self.budget["kill"] and head is not None and self.random.random() < 0.1:
+            self.budget["kill"] -= 1
+            self.kill(head)
+
+    def kill_trainer(self) -> None:
+        """Kills a trainer, if the plan has one left to be killed; most of them come back."""
+        if not self.budget["trainer"] or not self.trainers:
+            return
+        self.budget["trainer"] -= 1
+        victim = self.random.choice(self.trainers)
+        if victim.expelled:
+            return
+        self.kill(victim)
+        if self.random.random() < 0.7 or victim.number < 0:
+            self.start_trainer(victim.name)
 
     def may_stop(self) -> bool:
         """True while there is training, and nobody sleeps."""
@@ -431,6 +447,8 @@ class Game:
                     self.mishap()
                 else:
                     self.restart_one()
+            if self.plan.looks and r.random() < 0.1:
+                self.admin.look()
             for process in [p for p in self.living.values() if p.asleep]:
                 if r.random() < 0.005 and self.may_wake(process):
                     self.wake(process)
@@ -558,37 +576,3 @@ class Game:
                 f"kept={vars(t.kept)} view={t.view.number if t.view else None}"
             )
         return "\n".join(lines)
-
-
-class Admin(Process):
-    """Asks for snapshots and resizes, and tells the coordinator of servers that came."""
-
-    def lost(self, life: Server) -> None:
-        pass
-
-    def see(self, view: View) -> None:
-        pass
-
-    def ask(self, what: Any, again: bool) -> None:
-        def answered(answer: Any) -> None:
-            if again and not isinstance(answer, Reply):
-                self.game.later(self, lambda: self.ask(what, again))
-
-        self.call(self.game.view.coordinator, ("request", what), answered)
-
-    def snapshot(self, folder: str) -> None:
-        self.ask(orders.TakeSnapshot(folder, folder), again=False)
-
-    def resize(self, servers: list[Server]) -> None:
-        self.ask(orders.Resize(tuple(servers)), again=False)
-
-    def arrive(self, process: ServerProcess) -> None:
-        is_there = process.life in self.game.living
-        if is_there and not self.game.over() and not self.game.view.broken:
-
-            def answered(answer: Any) -> None:
-                if not isinstance(answer, Reply):
-                    self.game.later(self, lambda: self.game.announce(process))
-
-            what = ("request", orders.Arrive(process.life))
-            self.call(self.game.view.coordinator, what, answered)

@@ -69,6 +69,13 @@ class Plan:
     """The batches of a sampler that trainers train, instead of a number of steps."""
     files: bool = False
     """These are files, of which each push trains parts."""
+    slow_words: bool = False
+    """Shards hear late from each other which pushes they have."""
+    hosts: bool = False
+    """A server that is killed takes a trainer with it, as on a host that both of them share."""
+    looks: bool = False
+    """Somebody asks time and again which samples are trained, as who shows the progress does; and
+    trainers do, as they leave their loop and begin it again."""
 
 
 def draw_plan(seed: int) -> Plan:

@@ -40,6 +40,8 @@ class Rules:
         """By shard and version, each chain that there ever was."""
         self.replaced_at: dict[tuple[int, int], float] = {}
         """Likewise, when a backup first knew that its head was replaced: it refuses that one."""
+        self.told: dict[tuple[int, int], frozenset[object]] = {}
+        """By generation and shard, the batches or records that somebody was told are trained."""
 
     def note_chains(self, view: View) -> None:
         """A view is in the store."""
@@ -286,6 +288,23 @@ class Rules:
             empty = self.trained_without_gradients()
             if not set(seen) <= done or not done - set(seen) <= empty:
                 raise Broken(f"id {each} was moved by batches {set(seen)}, not {done}")
+
+    def check_told(self, head: ServerProcess, shard: int, account: Account) -> None:
+        """Samples that somebody was told are trained stay so, unless the cluster goes back.
+
+        A head that has just taken over may lack news of other shards: it has the pushes by then.
+        """
+        assert head.view is not None
+        life = head.view.generation, shard
+        told = self.told.get(life, frozenset())
+        done = frozenset(units_done(account, self.game.plan.files))
+        works = map(self.game.works.get, head.replicas[shard].clock.dump()["_held"])
+        here = done.union(*(work.units for work in works if work is not None))
+        found = self.game.view.shard(shard)
+        is_latest = found is not None and found.chain[:1] == (head.life,)
+        if is_latest and head.view.generation == self.game.view.generation and not told <= here:
+            raise Broken(f"{head.life} lacks {set(told - here)} that were told to be trained")
+        self.told[life] = told | done
 
     def trained_without_gradients(self) -> set[object]:
         """The batches whose last push, of all deals that gave them out, had no gradients."""

@@ -13,6 +13,7 @@ from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
 from tensorwire.parameter_server.decisions.pushes import Apply, Reached, Refusal, Taken
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.records import (
+    Counted,
     Exported,
     Heard,
     Import,
@@ -219,17 +220,10 @@ class ServerProcess(Process):
                 self.game.store_later(self, effect)
             elif isinstance(effect, Tell):
                 assert self.coordinator is not None
-                self.call(
-                    effect.to,
-                    (
-                        "order",
-                        self.coordinator.view,
-                        self.coordinator.view.term,
-                        effect.shard,
-                        effect.order,
-                    ),
-                    partial(self.order_answered, self.coordinator, effect.ask, by=effect.to),
-                )
+                view = self.coordinator.view
+                order = ("order", view, view.term, effect.shard, effect.order)
+                answered = partial(self.order_answered, self.coordinator, effect.ask, by=effect.to)
+                self.call(effect.to, order, answered)
             elif isinstance(effect, Publish):
                 self.game.publish(self, effect.view)
             elif isinstance(effect, Reply | Fail):
@@ -455,6 +449,8 @@ class ServerProcess(Process):
                 answer = "none" if effect.answer in (None, False) else effect.answer
                 if isinstance(answer, Taken):
                     answer = (answer, replica.safe_count(answer.trainer) if replica else 0)
+                elif isinstance(answer, Counted):
+                    self.game.rules.check_told(self, shard, answer.account)
                 self.reply(call, answer)
             elif isinstance(effect, Forward):
                 self.forward(shard, effect)

@@ -284,6 +284,10 @@ class TrainerProcess(Process):
         if not isinstance(self.game.plan.consistency, BSP):
             self.leasing.train()
             return
+        assert self.view is not None
+        if self.game.plan.looks and self.game.random.random() < 0.3:
+            self.deals_known = -1  # it has left its loop, and begins again
+            self.game.lose_head(self.view.active[0])
         knows = self.deals_heard == self.deals_known
         if not knows and self.deals_known >= 0 and self.game.random.random() < 0.2:
             self.game.late.add((self.number, self.next))  # it has not looked at what it heard
@@ -291,7 +295,6 @@ class TrainerProcess(Process):
         if knows and self.given():
             self.train_batches()
             return
-        assert self.view is not None
         shard = self.view.shard(self.view.active[0])
         step = self.generation, self.next
 

@@ -1,9 +1,4 @@
-"""The games find mistakes that are made on purpose in how samples are counted.
-
-Three that few games find are found by other tests: a deal among those who are there when a step is
-taken (``decisions/test_samples``), an account that is told before it is safe
-(``decisions/test_replica``), and a roll-back without the account (``test_training``).
-"""
+"""The games find mistakes that are made on purpose in how samples are counted."""
 
 from __future__ import annotations
 
@@ -12,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from tensorwire.parameter_server.decisions import beginnings
 from tensorwire.parameter_server.decisions.clock import Clock
+from tensorwire.parameter_server.decisions.gate import Gate
+from tensorwire.parameter_server.decisions.replica import Replica
 from tensorwire.parameter_server.decisions.samples import Account
 from tests.seeded_games import Mutate, mistake_name
 from tests.tensorwire.parameter_server.game import PlanOf, seed_whose_game_finds
@@ -73,6 +71,39 @@ def _saves_the_account_as_it_is_now(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Clock, "accounts_at_cut", Clock.accounts)
 
 
+def _deals_among_those_who_are_there_when_a_step_is_taken(patch: pytest.MonkeyPatch) -> None:
+    account, stepped = Clock._account, Account.stepped
+
+    def entered(self: Any, step: Any) -> Any:
+        with pytest.MonkeyPatch.context() as now:
+            now.setattr(
+                Account, "stepped", lambda it, taken, members: stepped(it, taken, self.members)
+            )
+            return account(self, step)
+
+    patch.setattr(Clock, "_account", entered)
+
+
+def _tells_the_account_before_it_is_safe(patch: pytest.MonkeyPatch) -> None:
+    counted, answer = Replica.counted, Gate.answer
+
+    def at_once(self: Any, sampler: str, call: Any) -> Any:
+        with pytest.MonkeyPatch.context() as now:
+            now.setattr(Gate, "answer", lambda it, call, told: answer(it, call, told, position=-1))
+            return counted(self, sampler, call)
+
+    patch.setattr(Replica, "counted", at_once)
+
+
+def _goes_back_without_the_account(patch: pytest.MonkeyPatch) -> None:
+    beginning = beginnings.beginning
+
+    def without(view: Any) -> Any:
+        return replace(beginning(view), accounts=dict.fromkeys(view.samplers, Account()))
+
+    patch.setattr(beginnings, "beginning", without)
+
+
 def _takes_pushes_that_some_shard_lacks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Clock, "_is_everywhere", lambda self, step: True)
 
@@ -124,6 +155,8 @@ _FIRST = {
     _counts_no_empty_pushes: 21,
     _moves_no_account_to_a_new_shard: 0,
     _saves_the_account_as_it_is_now: 11,
+    _goes_back_without_the_account: 36,
+    _tells_the_account_before_it_is_safe: 10,
 }
 """The seed to begin with, as few games find some of them."""
 
@@ -131,6 +164,22 @@ _FIRST = {
 def _dying_heads(seed: int) -> Plan:
     plan = replace(calm(draw_plan_with_samples(seed)), servers=3, spare=2, backups=1, trainers=2)
     return replace(plan, kills=3, batches=60)
+
+
+def _dying_trainers_on_slow_shards(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_samples(seed)), servers=3, backups=0, trainers=3)
+    return replace(plan, trainer_kills=4, slow_words=True, batches=40)
+
+
+def _told_while_hosts_die(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_samples(seed)), servers=1, spare=2, backups=1, trainers=3)
+    plan = replace(plan, kills=4, trainer_kills=4, slow_records=True, batches=40)
+    return replace(plan, hosts=True, looks=True)
+
+
+def _going_back(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_samples(seed)), servers=2, spare=1, backups=0, trainers=2)
+    return replace(plan, kills=3, snapshots=3, batches=40)
 
 
 def _dying_heads_and_trainers(seed: int) -> Plan:
@@ -141,6 +190,11 @@ def _dying_heads_and_trainers(seed: int) -> Plan:
 def _moving(seed: int) -> Plan:
     plan = replace(calm(draw_plan_with_leases(seed)), servers=2, spare=2, trainers=3)
     return replace(plan, resizes=3, batches=40)
+
+
+def _with_duplicates(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_leases(seed)), servers=2, trainers=3)
+    return replace(plan, duplicates=True, batches=20)
 
 
 def _slow(seed: int) -> Plan:
@@ -156,11 +210,13 @@ def _dying_trainers(seed: int) -> Plan:
 _PLANS: dict[Mutate, PlanOf] = {
     _copies_no_account_to_a_backup: _dying_heads,
     _takes_batches_that_were_given_out_again: _dying_heads_and_trainers,
+    _deals_among_those_who_are_there_when_a_step_is_taken: _dying_trainers_on_slow_shards,
+    _tells_the_account_before_it_is_safe: _told_while_hosts_die,
+    _goes_back_without_the_account: _going_back,
 }
 """The games in which many seeds find what few of all games find."""
 
 _FIRST_ON_LEASE = {
-    _leases_again_for_a_request_that_comes_again: 18,
     _forgets_nothing_for_who_begins_again: 9,
 }
 """The seed to begin with, in games under SSP and async."""
@@ -172,6 +228,7 @@ _PLANS_ON_LEASE: dict[Mutate, PlanOf] = {
     _takes_pushes_of_leases_that_ended: _moving,
     _takes_batches_that_were_given_out_again: _moving,
     _tells_who_begins_again_before_its_pushes_are_taken: _slow,
+    _leases_again_for_a_request_that_comes_again: _with_duplicates,
 }
 """Games under SSP and async in which many seeds find what few of all find."""
 
@@ -185,7 +242,7 @@ def is_found(mutate: Mutate, first: int, plan_of: PlanOf) -> bool:
     return seed_whose_game_finds(mutate, range(first, first + 60), plan_of, _TURNS) is not None
 
 
-@pytest.mark.parametrize("mutate", [*_FIRST, *_PLANS], ids=mistake_name)
+@pytest.mark.parametrize("mutate", dict.fromkeys([*_FIRST, *_PLANS]), ids=mistake_name)
 def test_the_game_finds_a_mistake_in_the_account(mutate: Mutate) -> None:
     first, plan_of = _FIRST.get(mutate, 0), _PLANS.get(mutate, draw_plan_with_samples)
     assert is_found(mutate, first, plan_of)
