@@ -106,8 +106,8 @@ class Peer:
         info: name and id.
         incarnation: which life of that name; a worker that returns has a higher one.
         address: what the peer's transport returned from ``start``.
-        liveness: how to ask it for signs of life (``liveness_probes``), which is no
-            business of transports; empty if it gives none.
+        liveness: how to ask it for signs of life (``rpc.group.probes``), which transports do not;
+            empty if it gives none.
     """
 
     info: WorkerInfo

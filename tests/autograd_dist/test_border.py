@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from autograd_dist.border import Border, SentTensor
 from autograd_dist.engine_run import running
-from tests.loading import load
-
-engine = load(Path(__file__).parent, "test_local_engine")
+from tests.autograd_dist.local_passes import Node
 
 
 class Run:
@@ -142,7 +139,7 @@ def test_a_run_that_something_in_a_pass_starts_is_as_in_torch_and_no_part_of_the
 ):
     plain = InnerRun(torch.clone, is_leaf, starter, is_early)
     plain.loss.backward()
-    node = engine.Node()
+    node = Node()
 
     def send(tensor):
         node.send(tensor)

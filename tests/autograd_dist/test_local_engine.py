@@ -5,91 +5,22 @@ from __future__ import annotations
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
-from autograd_dist.border import SentTensor
-from autograd_dist.grad_fields import GradFields
-from autograd_dist.gradients import LeafGradients
-from autograd_dist.local_engine import LocalPass
-from autograd_dist.recv_node import Origin, attach_recv
-
-CONTEXT = 3
-PEER = 1
-
-
-class Node:
-    """A worker whose peer is played by the test."""
-
-    def __init__(self, context_id=CONTEXT):
-        self.context_id = context_id
-        self.sends = {}
-        self.leaves = LeafGradients()
-        self.departed = {}
-        self.last = []
-        self.grad_fields = GradFields()
-
-    def send(self, *tensors):
-        self.sends[len(self.sends) + 1] = [SentTensor.of(t) for t in tensors]
-        return len(self.sends)
-
-    def receive(self, message_id, *tensors):
-        return attach_recv(Origin(self.context_id, PEER, message_id), [t.clone() for t in tensors])
-
-    def depart(self, origin, grads, is_last):
-        self.departed[origin.message_id] = grads
-        self.last.append((origin.message_id, is_last))
-
-    def start(self, *roots, retain_graph=False):
-        local = LocalPass(
-            self.context_id,
-            self.sends,
-            self.leaves,
-            self.depart,
-            self.grad_fields,
-            retain_graph=retain_graph,
-        )
-        if roots:
-            local.add_roots(
-                [get_gradient_edge(r) for r in roots], [torch.ones_like(r) for r in roots]
-            )
-            local.run_wave()
-        return local
-
-    def gradient(self, leaf):
-        return self.leaves.snapshot().get(leaf)
-
-
-def param(*values):
-    return torch.tensor(values or (1.0, 2.0), requires_grad=True)
-
-
-class Counter:
-    def __init__(self, change=lambda gradient: None):
-        self.seen = []
-        self.change = change
-
-    def __call__(self, gradient):
-        self.seen.append(gradient.clone())
-        return self.change(gradient)
-
-
-class Counted(torch.autograd.Function):
-    """Doubles; counts how often its backward runs."""
-
-    @staticmethod
-    def forward(ctx, x, log):
-        ctx.log = log
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.log.append(1)
-        return gradient * 2, None
+from autograd_dist.recv_node import Origin
+from tests.autograd_dist.local_passes import (
+    CONTEXT,
+    PEER,
+    Counted,
+    Counter,
+    Node,
+    param,
+    skip_connection,
+)
 
 
 def test_gradients_of_leaves_go_to_the_context_and_not_to_grad():
@@ -157,17 +88,6 @@ def test_leaf_that_was_sent_by_value_gets_both_gradients():
     local.add_gradients(sent, [torch.tensor([1.0, 1.0])])
     local.run_wave()
     assert node.gradient(w).tolist() == [4.0, 4.0]
-
-
-def skip_connection(hook=None):
-    """``h`` is sent and also used locally; the answer to it comes back as ``y``."""
-    node, w = Node(), param()
-    h = w * w
-    if hook is not None:
-        h.register_hook(hook)
-    sent = node.send(h)
-    (y,) = node.receive(5, h.detach().clone())
-    return SimpleNamespace(node=node, w=w, h=h, sent=sent, y=y)
 
 
 def test_skip_connection_lets_the_remote_part_go_first():
@@ -391,135 +311,6 @@ def test_message_is_answered_once():
     local.add_gradients(sent, [torch.ones(2)])
     with pytest.raises(RuntimeError, match="does not wait for gradients"):
         local.add_gradients(sent, [torch.ones(2)])
-
-
-def test_gradients_of_leaves_do_not_share_memory():
-    node, a, b = Node(), param(), param()
-    gradient = torch.ones(2)
-    sent = node.send(a + b)
-    local = node.start()
-    local.add_gradients(sent, [gradient])
-    local.run_wave()
-    node.gradient(a).mul_(100)
-    assert node.gradient(b).tolist() == [1.0, 1.0]
-    assert gradient.tolist() == [1.0, 1.0]
-
-
-def test_gradient_kept_by_a_hook_does_not_change_when_more_is_added():
-    node, w = Node(), param()
-    kept = []
-    w.register_hook(kept.append)
-    loss = (w * w).sum()
-    node.start(loss, retain_graph=True)
-    node.start(loss)
-    assert [g.tolist() for g in kept] == [[2.0, 4.0], [2.0, 4.0]]
-
-
-def gradient_of_a_weight(note):
-    """The gradient of a linear layer's weight, after ``note`` saw what the engine computed."""
-    node, weight = Node(), torch.zeros(3, 4, requires_grad=True)
-    out = torch.nn.functional.linear(torch.ones(2, 4), weight)
-    out.grad_fn.next_functions[-1][0].register_hook(lambda outgoing, _: note(outgoing[0]))
-    node.start(out.sum())
-    return node.gradient(weight)
-
-
-def test_gradient_of_a_large_leaf_is_not_copied():
-    addresses = []
-    gradient = gradient_of_a_weight(lambda computed: addresses.append(computed.data_ptr()))
-    assert [gradient.data_ptr()] == addresses
-
-
-def test_a_gradient_whose_memory_something_else_sees_is_copied():
-    kept = []
-    gradient = gradient_of_a_weight(lambda computed: kept.append(computed.detach()))
-    assert gradient.data_ptr() != kept[0].data_ptr()
-    assert gradient.equal(kept[0])
-
-
-def seen_by(node, weight, keep=lambda gradient: None):
-    """Addresses of the values of a sparse gradient before and after the pass that made it."""
-    addresses, index = [], torch.tensor([1, 3])
-    out = torch.nn.functional.embedding(index, weight, sparse=True)
-
-    def note(outgoing, _):
-        addresses.append(outgoing[0]._values().data_ptr())
-        keep(outgoing[0])
-
-    out.grad_fn.register_hook(note)
-    node.start((out * 2).sum())
-    gradient = node.gradient(weight)
-    assert gradient.to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 2.0]
-    assert gradient._indices().data_ptr() != index.data_ptr()
-    return addresses[0], gradient._values().data_ptr()
-
-
-def test_the_values_of_a_sparse_gradient_are_not_copied():
-    before, after = seen_by(Node(), torch.zeros(4, 2, requires_grad=True))
-    assert before == after
-
-
-def test_the_values_of_a_sparse_gradient_that_something_else_sees_are_copied():
-    kept = []
-    before, after = seen_by(
-        Node(), torch.zeros(4, 2, requires_grad=True), lambda g: kept.append(g._values())
-    )
-    assert before != after
-
-
-def test_of_two_leaves_that_share_a_gradient_only_one_gets_a_copy():
-    addresses = []
-
-    class Sum(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, left, right):
-            return left + right
-
-        @staticmethod
-        def backward(ctx, gradient):
-            addresses.append(gradient.data_ptr())
-            return gradient, gradient
-
-    node, left, right = Node(), param(), param()
-    node.start(Sum.apply(left, right).exp().sum())
-    gradients = [node.gradient(leaf) for leaf in (left, right)]
-    assert [gradient.data_ptr() for gradient in gradients].count(addresses[0]) == 1
-
-
-def test_gradient_has_the_strides_of_its_leaf():
-    node = Node()
-    w = torch.zeros(2, 3).t().requires_grad_()
-    node.start((w * torch.ones(3, 2)).sum())
-    assert node.gradient(w).stride() == w.stride()
-
-
-def test_sparse_gradients_stay_sparse_until_a_dense_one_joins():
-    node = Node()
-    table = torch.zeros(4, 2, requires_grad=True)
-
-    def lookup(index):
-        return torch.nn.functional.embedding(torch.tensor(index), table, sparse=True).sum()
-
-    node.start(lookup([1, 1]))
-    node.start(lookup([3]))
-    assert node.gradient(table).is_sparse
-    assert node.gradient(table).to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
-    node.start(table.sum())
-    node.start(lookup([0]))
-    assert node.gradient(table)[:, 0].tolist() == [2.0, 3.0, 1.0, 2.0]
-
-
-def test_sparse_gradients_cross_workers():
-    node = Node()
-    (table,) = node.receive(5, torch.zeros(4, 2))
-    node.start(torch.nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum())
-    owner, w = Node(), torch.zeros(4, 2, requires_grad=True)
-    sent = owner.send(w)
-    local = owner.start()
-    local.add_gradients(sent, node.departed[5])
-    local.run_wave()
-    assert owner.gradient(w).is_sparse
-    assert owner.gradient(w).to_dense()[1].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.bfloat16])

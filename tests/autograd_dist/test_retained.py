@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +10,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from autograd_dist.engine_run import running
 from autograd_dist.retained import retained_is_kept
-from tests.loading import load
-
-engine = load(Path(__file__).parent, "test_local_engine")
+from tests.autograd_dist.local_passes import Counted, Counter, Node, param, skip_connection
 
 
 def nested_border(x):
     """``h`` is made of ``x``, both are sent and used here with what was received."""
-    node = engine.Node()
+    node = Node()
     h = x * 3
     sends = [node.send(x), node.send(h)]
     (y,) = node.receive(5, torch.ones(2))
@@ -27,14 +24,14 @@ def nested_border(x):
 
 @pytest.mark.parametrize("is_observed", [False, True])
 def test_what_leads_only_to_what_is_finished_runs_once_though_the_wave_is_replayed(is_observed):
-    w, head, log = engine.param(), engine.param(), []
+    w, head, log = param(), param(), []
     head.grad = torch.tensor([9.0, 9.0])
-    hook = engine.Counter()
+    hook = Counter()
     head.register_hook(hook)
     if is_observed:
         w.register_post_accumulate_grad_hook(lambda p: None)
     case = nested_border(w * 2)
-    m = engine.Counted.apply(case.y, log)
+    m = Counted.apply(case.y, log)
     m.retain_grad()
     spine = (m + head * 5) + case.h
     spine.retain_grad()
@@ -51,7 +48,7 @@ def test_what_leads_only_to_what_is_finished_runs_once_though_the_wave_is_replay
 
 
 def test_a_sent_tensor_retains_its_whole_gradient():
-    case = engine.skip_connection()
+    case = skip_connection()
     case.h.retain_grad()
     case.y.retain_grad()
     local = case.node.start((case.h * case.y).sum())
@@ -62,7 +59,7 @@ def test_a_sent_tensor_retains_its_whole_gradient():
 
 
 def test_a_tensor_behind_the_border_retains_its_whole_gradient_in_every_pass():
-    node, w = engine.Node(), engine.param()
+    node, w = Node(), param()
     _, b = (w * 2).unbind()
     b.retain_grad()
     sent = node.send(b * 3)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import rpc
-from tests.free_ports import free_port
-from tests.rpc.worker_processes import WorkerProcess, call, join, leave
+from tests.rpc.worker_processes import WorkerProcess, call, joined_pair, leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_server"), pytest.mark.timeout(400)]
 
@@ -102,27 +101,15 @@ async def flood_from_coroutine(to: str) -> list[int]:
 @pytest.fixture(params=["TENSORWIRE", "TENSORPIPE"])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[WorkerProcess]]:
     """Two workers, each a process."""
-    yield from _pair(request.param)
+    with joined_pair(request.param) as workers:
+        yield workers
 
 
 @pytest.fixture(params=["TENSORWIRE", "TENSORPIPE"])
 def narrow_pair(request: pytest.FixtureRequest) -> Iterator[list[WorkerProcess]]:
     """Two workers with one handler thread, that may have 16 requests under way."""
-    yield from _pair(request.param, **NARROW)
-
-
-def _pair(backend: str, **settings: object) -> Iterator[list[WorkerProcess]]:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    workers = [WorkerProcess(), WorkerProcess()]
-    try:
-        for rank, worker in enumerate(workers):
-            worker.begin(join, backend, url, f"worker{rank}", rank, 2, **settings)
-        for worker in workers:
-            worker.result()
+    with joined_pair(request.param, **NARROW) as workers:
         yield workers
-    finally:
-        for worker in workers:
-            worker.end()
 
 
 def test_every_call_made_right_before_shutdown_completes(pair: list[WorkerProcess]) -> None:

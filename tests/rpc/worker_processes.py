@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 import rpc
+from tests.free_ports import free_port
 from tests.processes import ready_made
 
 T = TypeVar("T")
@@ -139,3 +140,19 @@ def served() -> int:
 
 def leave(graceful: bool = True, timeout: float = 30) -> None:
     rpc.shutdown(graceful, timeout)
+
+
+@contextlib.contextmanager
+def joined_pair(backend: str, **settings: object) -> Iterator[list[WorkerProcess]]:
+    """Two workers in one group, each a process."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    workers = [WorkerProcess(), WorkerProcess()]
+    try:
+        for rank, worker in enumerate(workers):
+            worker.begin(join, backend, url, f"worker{rank}", rank, 2, **settings)
+        for worker in workers:
+            worker.result()
+        yield workers
+    finally:
+        for worker in workers:
+            worker.end()

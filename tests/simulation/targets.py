@@ -84,12 +84,14 @@ class Target:
         return any(breaks(play, seed) for play in self.plays)
 
 
+_REFERENCES = ("rpc/protocol/test_references.py", "rpc/protocol/test_references_lost.py")
+
 TARGETS = (
-    Target("rpc.protocol.references", None, ("rpc/protocol/test_references.py",)),
-    Target("rpc.protocol.owned_values", None, ("rpc/protocol/test_references.py",)),
-    Target("rpc.protocol.user_handles", None, ("rpc/protocol/test_references.py",)),
-    Target("rpc.protocol.reference_lives", None, ("rpc/protocol/test_references.py",)),
-    Target("rpc.protocol.reference_state", None, ("rpc/protocol/test_references.py",)),
+    Target("rpc.protocol.references", None, _REFERENCES),
+    Target("rpc.protocol.owned_values", None, _REFERENCES),
+    Target("rpc.protocol.user_handles", None, _REFERENCES),
+    Target("rpc.protocol.reference_lives", None, _REFERENCES),
+    Target("rpc.protocol.reference_state", None, _REFERENCES),
     Target("rpc.protocol.calls", None, ("rpc/protocol/test_calls.py",)),
     Target("rpc.group.members", None, ("rpc/group/test_members.py",), (play_group, play_silence)),
     Target("rpc.protocol.termination", None, ("rpc/protocol/test_termination.py",)),

@@ -55,14 +55,14 @@ _FREED = (
     "until shutdown; ours frees it at once"
 )
 _FREED_BY = (
-    "tests/rpc/rrefs/test_rref.py::"
+    "tests/rpc/rrefs/test_rref_failures.py::"
     "test_a_reference_whose_creation_timed_out_raises_on_every_use_and_is_freed"
 )
 _INSIDE = (
     "calls rpc_async inside TorchScript, which torch's C++ carries out with torch's own agent; "
     "over TENSORPIPE ours has one and such calls work, over TENSORWIRE there is none"
 )
-_ENGINE = "tests/autograd_dist/test_local_engine.py::"
+_OWN_GRADIENTS = "tests/autograd_dist/test_local_engine_memory.py::"
 _REASONS = "tests/conformance/test_reasons.py::"
 _NO_REFERENCE = _REASONS + "test_torchscript_does_not_take_our_references_but_takes_their_values"
 _TORCHS_AGENT = _REASONS + "test_calls_inside_torchscript_go_to_torchs_own_agent"
@@ -111,14 +111,14 @@ EXEMPTIONS: Sequence[Exemption] = (
         Kind.LIFTED,
         "expects that a gradient which two leaves share is copied for both; ours copies it for "
         "one and lets the other have it",
-        _ENGINE + "test_of_two_leaves_that_share_a_gradient_only_one_gets_a_copy",
+        _OWN_GRADIENTS + "test_of_two_leaves_that_share_a_gradient_only_one_gets_a_copy",
     ),
     Exemption(
         r"DistAutogradTest\.test_grad_copy_sparse_indices_extra_ref",
         Kind.LIFTED,
         "expects that memory which the program still holds a view of becomes a gradient, and "
         "changes with it; ours copies it",
-        _ENGINE + "test_the_values_of_a_sparse_gradient_that_something_else_sees_are_copied",
+        _OWN_GRADIENTS + "test_the_values_of_a_sparse_gradient_that_something_else_sees_are_copied",
     ),
     Exemption(
         r"Faulty(AgentRpc|AgentDistAutograd)Test\.test_verify_backend_options",

@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import gc
-import logging
 import random
 import threading
-import weakref
 from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
 import torch
 
-from rpc.errors import CallCancelledError, RemoteError, RpcTimeoutError
+from rpc.errors import RemoteError
 from rpc.outcomes import collecting
 from rpc.outcomes.futures import Future
 from rpc.runtime.executor import Executor
+from tests.rpc.outcomes.futures import (
+    SECONDS,
+    Refused,
+    awaited,
+    done,
+    failed,
+    messages,
+    refuse,
+)
 from tests.waiting import until
-
-SECONDS = 10.0
-LONG = 1000
-
-
-def failed(error: BaseException, description: str = "the call of f on w1") -> Future[int]:
-    future: Future[int] = Future(description=description)
-    future.set_exception(error)
-    return future
-
-
-def done(value: object = 7) -> Future:
-    future: Future = Future()
-    future.set_result(value)
-    return future
-
-
-def refuse(completion: object) -> None:
-    raise AssertionError("nothing was to be left to others")
-
-
-class Refused(ValueError):
-    """An error with a constructor that does not take one string."""
-
-    def __init__(self, code: int, *, hint: str) -> None:
-        super().__init__(f"refused with {code}")
-        self.code = code
-        self.hint = hint
-
 
 # --- As torch's
 
@@ -305,198 +282,6 @@ def test_an_error_of_a_class_that_tells_nothing_is_logged_if_nobody_looked(
     assert "Mute" in message
 
 
-@pytest.mark.parametrize("links", [10, 100, 2000])
-def test_a_chain_of_any_length_is_followed_in_the_order_of_torchs(links: int) -> None:
-    def follow(make: type[torch.futures.Future]) -> list[str]:
-        seen: list[str] = []
-        first = future = make()
-        for number in range(links):
-            future.then(lambda f, n=number: seen.append(f"before {n} {f.value()}"))
-            future = future.then(lambda f: f.value() + 1)
-            future.then(lambda f, n=number: seen.append(f"then {n} {f.value()}")).then(
-                lambda f, n=number: seen.append(f"and {n}")
-            )
-        last = future
-        first.set_result(0)
-        assert last.value() == links
-        return seen
-
-    assert follow(Future) == follow(torch.futures.Future)
-
-
-def bridged_in_then(future: Future[int]) -> Future[int]:
-    after: Future[int] = Future()
-    future.then(lambda f: after.set_result(f.value() + 1))
-    return after
-
-
-def bridged_in_a_callback(future: Future[int]) -> Future[int]:
-    after: Future[int] = Future()
-    future.add_done_callback(lambda f: after.set_result(f.value() + 1))
-    return after
-
-
-def bridged_by_turns(future: Future[int]) -> Future[int]:
-    after: Future[int] = Future()
-    future.then(lambda f: f.value() + 1).add_done_callback(lambda f: after.set_result(f.value()))
-    return after
-
-
-def bridged_after_a_wait_for_others(future: Future[int]) -> Future[int]:
-    after: Future[int] = Future()
-
-    def complete(done: Future[int]) -> None:
-        other: Future[int] = Future()
-        child = other.then(lambda f: f.value() + 1)
-        other.set_result(done.value())
-        after.set_result(child.wait())
-
-    future.add_done_callback(complete)
-    return after
-
-
-@pytest.mark.parametrize(
-    "bridge",
-    [
-        bridged_in_then,
-        bridged_in_a_callback,
-        bridged_by_turns,
-        bridged_after_a_wait_for_others,
-    ],
-)
-def test_a_long_chain_may_pass_through_futures_that_users_complete(
-    bridge: Callable[[Future[int]], Future[int]],
-) -> None:
-    first: Future[int] = Future()
-    last = first
-    for _ in range(LONG):
-        last = bridge(last)
-    first.set_result(0)
-    assert last.done()
-    assert last.value() == LONG
-
-
-def test_the_last_future_of_a_long_chain_says_in_few_words_what_it_is_of() -> None:
-    future = first = Future(description="the call of f on w1")
-    for _ in range(100):
-        future = future.then(lambda f: f.value())
-    with pytest.raises(RuntimeError, match=r"^a callback on the call of f on w1 is not done"):
-        future.value()
-    first.set_result(0)
-
-
-def test_a_callback_deep_in_a_chain_may_complete_a_future_and_wait_for_what_hangs_on_it() -> None:
-    def complete_another(f: Future[int]) -> int:
-        other: Future[int] = Future()
-        child = other.then(lambda o: o.value() + f.value())
-        other.set_result(1)
-        assert child.done()
-        return child.value()
-
-    first: Future[int] = Future()
-    future = first
-    for _ in range(100):
-        future = future.then(complete_another)
-    first.set_result(0)
-    assert future.value() == 100
-
-
-def wait_for_another_future(done: Future[int]) -> int:
-    other: Future[int] = Future()
-    child = other.then(lambda o: o.value() + done.value())
-    other.set_result(1)
-    return child.wait()
-
-
-def wait_for_another_long_chain(done: Future[int]) -> int:
-    first: Future[int] = Future()
-    last = first
-    for _ in range(100):
-        last = last.then(lambda f: f.value())
-    first.set_result(1 + done.value())
-    return last.wait()
-
-
-def wait_for_one_more_link(done: Future[int]) -> int:
-    return done.then(lambda f: f.value() + 1).wait()
-
-
-def wait_for_several(done: Future[int]) -> int:
-    mine: Future[int] = Future()
-    both = collecting.collect_all([done, mine]).then(lambda all_done: len(all_done.value()))
-    mine.set_result(0)
-    return both.wait() + done.value() - 1
-
-
-@pytest.mark.parametrize(
-    "wait",
-    [
-        wait_for_another_future,
-        wait_for_another_long_chain,
-        wait_for_one_more_link,
-        wait_for_several,
-    ],
-)
-def test_a_callback_at_the_end_of_a_long_chain_may_wait_for_what_it_hangs_on_futures(
-    wait: Callable[[Future[int]], int],
-) -> None:
-    first: Future[int] = Future()
-    future = first
-    for _ in range(100):
-        future = future.then(lambda f: f.value() + 1)
-    found: list[int] = []
-    future.add_done_callback(lambda done: found.append(wait(done)))
-    after = future.then(lambda f: f.value())
-    following = threading.Thread(target=first.set_result, args=(0,), daemon=True)
-    following.start()
-    following.join(SECONDS)
-    assert found == [101]
-    assert after.value() == 100
-
-
-def test_a_long_chain_may_pass_through_futures_of_several() -> None:
-    first: Future[int] = Future()
-    future = first
-    for _ in range(500):
-        together = collecting.collect_all([future.then(lambda f: f.value())])
-        future = together.then(lambda f: f.value()[0].value() + 1)
-    first.set_result(0)
-    assert future.value() == 500
-
-
-def test_a_link_that_was_completed_by_hand_does_not_hold_up_the_rest_of_a_chain(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    first: Future[int] = Future()
-    chain = [first]
-    for _ in range(100):
-        chain.append(chain[-1].then(lambda f: f.value() + 1))
-    side = chain[80].then(lambda f: f.value())
-    side.set_result(-1)
-    after = chain[80].then(lambda f: f.value())
-    first.set_result(0)
-    assert (chain[-1].value(), after.value(), side.value()) == (100, 80, -1)
-    assert "the completion of its own, failed" in caplog.text
-
-
-def test_then_runs_in_the_context_of_the_call_to_then():
-    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
-    future: Future[int] = Future()
-
-    def register() -> list[Future[str]]:
-        variable.set("registered")
-        return [future.then(lambda _: variable.get()) for _ in range(2)]
-
-    def complete() -> None:
-        variable.set("completed")
-        future.set_result(0)
-
-    children = contextvars.copy_context().run(register)
-    contextvars.copy_context().run(complete)
-    assert [child.wait() for child in children] == ["registered", "registered"]
-    assert variable.get() == "unset"
-
-
 def test_completion_that_would_run_callbacks_is_left_to_another_thread():
     future: Future[int] = Future()
     future.add_done_callback(lambda _: None)
@@ -619,21 +404,17 @@ def test_awaiting_does_not_block_the_loop():
         future.set_result(1)
 
     async def main() -> int:
-        waiting = asyncio.ensure_future(_await(future))
+        waiting = asyncio.ensure_future(awaited(future))
         await complete()
         return await waiting
 
     assert asyncio.run(main()) == 1
 
 
-async def _await(future: Future[int]) -> int:
-    return await future
-
-
 def test_an_awaited_error_is_raised_in_the_coroutine(caplog: pytest.LogCaptureFixture):
     error = ValueError("no")
     with pytest.raises(ValueError, match="no") as raised:
-        asyncio.run(_await(failed(error)))
+        asyncio.run(awaited(failed(error)))
     assert raised.value is error
     gc.collect(1)
     assert not messages(caplog)
@@ -643,7 +424,7 @@ def test_a_cancelled_await_leaves_the_future_alone():
     future: Future[int] = Future()
 
     async def main() -> None:
-        task = asyncio.ensure_future(_await(future))
+        task = asyncio.ensure_future(awaited(future))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -661,7 +442,7 @@ def test_a_future_may_complete_after_the_loop_that_awaited_it_was_closed(
     future: Future[int] = Future()
 
     async def main() -> None:
-        task = asyncio.ensure_future(_await(future))
+        task = asyncio.ensure_future(awaited(future))
         await asyncio.sleep(0)
         task.cancel()
 
@@ -717,201 +498,6 @@ def test_a_handler_that_waits_is_replaced():
     assert finished.wait(SECONDS)
     pool.close()
     assert results == [1]
-
-
-# --- Errors that nobody looks at
-
-
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    gc.collect(1)
-    return [record.getMessage() for record in caplog.records if record.name == "rpc"]
-
-
-def test_an_error_that_nobody_looked_at_is_logged_when_its_future_is_collected(
-    caplog: pytest.LogCaptureFixture,
-):
-    error = ValueError("no")
-    failed(error)
-    assert messages(caplog) == ["the call of f on w1 failed and nobody looked: ValueError: no"]
-    (record,) = caplog.records
-    assert isinstance(record.args, tuple)
-    assert error not in record.args  # who keeps records is not to keep its frames
-
-
-def test_a_timeout_that_nobody_looked_at_is_logged_with_its_type_once(
-    caplog: pytest.LogCaptureFixture,
-):
-    failed(RpcTimeoutError("late"))
-    assert messages(caplog) == [
-        "the call of f on w1 failed and nobody looked: RpcTimeoutError: late"
-    ]
-
-
-def test_the_end_of_a_call_that_was_given_up_is_no_news(caplog: pytest.LogCaptureFixture):
-    def give_up(future: Future[int]) -> bool:
-        future.set_exception(CallCancelledError("given up"))
-        return True
-
-    future: Future[int] = Future(canceller=give_up)
-    assert future.cancel()
-    del future
-    assert messages(caplog) == []
-
-
-def test_an_unseen_error_is_logged_although_a_waiting_caller_died(
-    caplog: pytest.LogCaptureFixture,
-):
-    future: Future[int] = Future(description="the call")
-    assert future.complete_unless_watched(None, ValueError("no"), refuse)
-    del future
-    assert messages(caplog) == ["the call failed and nobody looked: ValueError: no"]
-
-
-LOOKS: dict[str, Callable[[Future], object]] = {
-    "wait": lambda f: f.wait(),
-    "value": lambda f: f.value(),
-    "then": lambda f: f.then(lambda _: None),
-    "callback": lambda f: f.add_done_callback(lambda _: None),
-    "await": lambda f: asyncio.run(_await(f)),
-    "wait_all": lambda f: torch.futures.wait_all([f]),
-    "collect_all": lambda f: torch.futures.collect_all([f]).wait(),
-}
-
-
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
-def test_an_error_that_somebody_looked_at_is_not_logged(
-    look: Callable[[Future], object], caplog: pytest.LogCaptureFixture
-):
-    future = failed(ValueError("no"))
-    with contextlib.suppress(ValueError):
-        look(future)
-    del future
-    assert messages(caplog) == []
-
-
-def test_an_error_that_a_callback_was_waiting_for_is_not_logged(
-    caplog: pytest.LogCaptureFixture,
-):
-    future: Future[int] = Future()
-    future.add_done_callback(lambda _: None)
-    future.set_exception(ValueError("no"))
-    del future
-    assert messages(caplog) == []
-
-
-def test_only_the_last_of_a_chain_is_logged(caplog: pytest.LogCaptureFixture):
-    future: Future[int] = Future(description="the call")
-    chain = future.then(lambda f: f.wait())
-    future.set_exception(RuntimeError("no"))
-    del future, chain
-    assert messages(caplog) == ["a callback on the call failed and nobody looked: RuntimeError: no"]
-
-
-def test_a_result_is_not_logged(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.DEBUG):
-        done()
-        assert messages(caplog) == []
-
-
-# --- Memory
-
-
-def test_a_future_is_freed_when_its_last_reference_is_dropped():
-    future: Future[object] = Future()
-    child = future.then(lambda f: f.wait())
-    future.set_result(object())
-    child.wait()
-    dead = [weakref.ref(future), weakref.ref(child)]
-    del future, child
-    assert [ref() for ref in dead] == [None, None]
-
-
-def test_a_failed_future_is_freed_although_its_error_knows_the_frames_it_was_raised_in():
-    def wait(future: Future[int]) -> None:
-        future.wait()
-
-    future = failed(ValueError("no"))
-    with pytest.raises(ValueError, match="no"):
-        wait(future)
-    dead = weakref.ref(future)
-    del future
-    gc.collect(1)
-    assert dead() is None
-
-
-def test_a_waited_for_failure_is_freed_without_the_garbage_collector():
-    gc.collect(1)
-    gc.disable()
-    try:
-        future = failed(ValueError("no"))
-        dead = weakref.ref(future)
-        with contextlib.suppress(ValueError):
-            future.wait()
-        del future
-        assert dead() is None
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize(
-    "error", [ValueError("no"), Refused(3, hint="h"), OSError(2, "gone"), RpcTimeoutError("late")]
-)
-def test_who_collected_futures_gets_their_error_although_they_are_gone(error: Exception):
-    future = failed(error)
-    both = torch.futures.collect_all([done(), future])
-    text = str(error)
-    del future
-    gc.collect(1)
-    for _ in range(2):
-        with pytest.raises(type(error)) as raised:
-            both.wait()
-        assert str(raised.value) == text
-
-
-def test_an_error_that_cannot_be_copied_is_told_in_words_when_its_future_is_gone():
-    class Odd(Exception):
-        def __new__(cls, *args: object) -> Odd:
-            if args != (1, 2):
-                raise TypeError("no")
-            return super().__new__(cls)
-
-        def __str__(self) -> str:
-            return "odd"
-
-    error = Odd(1, 2)
-    error.args = ()
-    future = failed(error)
-    both = torch.futures.collect_all([future])
-    del future
-    with pytest.raises(RuntimeError, match="Odd: odd"):
-        both.wait()
-
-
-class Speechless(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no words")
-
-
-@pytest.mark.parametrize("is_done", [True, False])
-def test_an_error_of_a_callback_fails_its_future_although_it_has_no_text(is_done: bool) -> None:
-    def fail(_: object) -> None:
-        raise Speechless("why")
-
-    future = done(3) if is_done else Future()
-    child = future.then(fail)
-    if not is_done:
-        future.set_result(3)
-    assert child.done()
-    with pytest.raises(Speechless):
-        child.wait()
-
-
-def test_a_failure_that_nobody_looks_at_is_logged_although_it_has_no_text(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    failed(Speechless("why"))
-    gc.collect()
-    assert "failed and nobody looked: Speechless: <tests.rpc" in caplog.text
 
 
 @pytest.mark.parametrize("has_grad", [True, False])

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -17,56 +14,28 @@ import torch
 import rpc
 from rpc.agent import Agent
 from rpc.errors import (
-    AgentClosedError,
     EncodeError,
     FrameError,
-    RemoteError,
-    RpcTimeoutError,
-    RRefCreationError,
-    RRefDeletedError,
-    RRefError,
     StaleRRefError,
-    WorkerLostError,
 )
 from rpc.ids import GlobalId, Life, Reference
 from rpc.outcomes.sinks import WaitingCaller
 from rpc.rrefs.rref import RRef
-from rpc.testing import MemoryHub, VirtualClock, as_worker, connect, local_group
+from rpc.testing import MemoryHub, as_worker, local_group
 from rpc.transports.base import Frame, FrameKind
 from rpc.wire.control import Passage, Passed, encode_passed
 from rpc.wire.messages import Operation, Request
-from tests import waiting
-
-SECONDS = 10.0
-
-eventually = partial(waiting.eventually, meanwhile=gc.collect)
-
-
-def bury_the_dead(agent: Agent) -> None:
-    """Waits until the handles that were dropped so far are dealt with."""
-    done = threading.Event()
-    agent.references.do_later(done.set)
-    assert done.wait(SECONDS)
-
-
-def owned(agent: Agent) -> int:
-    return agent.references.counts().num_owner_rrefs
-
-
-class Counter:
-    def __init__(self, start: int = 0) -> None:
-        self.value = start
-
-    def add(self, amount: int) -> int:
-        self.value += amount
-        return self.value
-
-    @rpc.functions.async_execution
-    def add_later(self, to: str, amount: int) -> torch.futures.Future[int]:
-        return rpc.rpc_async(to, int, (amount,)).then(lambda f: self.add(f.wait()))
-
-    def fail(self) -> None:
-        raise KeyError("nope")
+from tests.rpc.rrefs.references import (
+    SECONDS,
+    Counter,
+    eventually,
+    identity,
+    keep,
+    kept_references,
+    make_here,
+    owned,
+    read,
+)
 
 
 class DelaysCreations:
@@ -76,47 +45,20 @@ class DelaysCreations:
         return 0.2 if Request.decode(frame.header).operation is Operation.CREATE else 0.0
 
 
-def make_here(value: Any) -> RRef[Any]:
-    return RRef(value)
-
-
 def make_there(to: str, value: Any) -> RRef[Any]:
     return rpc.remote(to, identity, (value,))
-
-
-def identity(value: Any) -> Any:
-    return value
-
-
-def read(rref: RRef[Any]) -> Any:
-    return rref.to_here()
 
 
 def was_confirmed(rref: RRef[Any]) -> bool:
     return rref.confirmed_by_owner()
 
 
-_store: dict[str, RRef[Any]] = {}
-
-
-def keep(key: str, rref: RRef[Any]) -> None:
-    _store[key] = rref
-
-
 def read_kept(key: str) -> Any:
-    return _store[key].to_here()
+    return kept_references[key].to_here()
 
 
 def drop(key: str) -> None:
-    del _store[key]
-
-
-def kept(key: str) -> RRef[Any]:
-    return _store[key]
-
-
-def fail() -> None:
-    raise ZeroDivisionError("on purpose")
+    del kept_references[key]
 
 
 # --- Making and using
@@ -421,380 +363,6 @@ def test_thousands_of_references_come_and_go(pair: list[Agent]) -> None:
     assert eventually(lambda: owned(bob) == 0, seconds=60)
     counts = alice.references.counts()
     assert (counts.num_user_rrefs, counts.num_pending_children, counts.num_borrows) == (0, 0, 0)
-
-
-# --- Errors
-
-
-def test_to_here_raises_what_the_creator_raised_and_does_so_again(pair: list[Agent]) -> None:
-    rref = pair[0].remote("bob", fail)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError, match="on purpose"):
-            rref.to_here()
-
-
-def leave(error: BaseException) -> None:
-    raise error
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt("now"), SystemExit(0), GeneratorExit()])
-@pytest.mark.parametrize("owner", ["alice", "bob"])
-def test_a_creator_that_would_end_the_thread_is_a_remote_error_for_all(
-    pair: list[Agent], owner: str, error: BaseException
-) -> None:
-    rref = pair[0].remote(owner, leave, (error,))
-    with pytest.raises(RemoteError, match=f"^{type(error).__name__}"):
-        rref.to_here()
-    with pytest.raises(RemoteError, match=f"^{type(error).__name__}"):
-        pair[0].rpc_sync(owner, read_locally, (rref,))
-    with pytest.raises(RemoteError, match=f"^{type(error).__name__}"):
-        rref.rpc_sync().anything()
-
-
-def read_locally(rref: RRef[Any]) -> Any:
-    return rref.local_value()
-
-
-def test_a_call_through_a_failed_reference_raises_the_creators_error(pair: list[Agent]) -> None:
-    rref = pair[0].remote("bob", fail)
-    with pytest.raises(ZeroDivisionError, match="on purpose"):
-        rref.rpc_sync().anything()
-
-
-def test_a_method_error_leaves_the_reference_usable(pair: list[Agent]) -> None:
-    rref = pair[0].remote("bob", Counter)
-    with pytest.raises(KeyError, match="nope"):
-        rref.rpc_sync().fail()
-    assert rref.rpc_sync().add(1) == 1
-
-
-_gate = threading.Event()
-_at_the_gate: list[None] = []
-
-
-def wait_at_the_gate() -> int:
-    _at_the_gate.append(None)
-    _gate.wait(20)
-    return 1
-
-
-def test_a_timed_out_to_here_may_be_repeated() -> None:
-    _gate.clear()
-    clock = VirtualClock()
-    with local_group("alice", "bob", clock=clock) as (alice, _):
-        rref = alice.remote("bob", wait_at_the_gate)
-        errors: list[BaseException] = []
-
-        def fetch() -> None:
-            try:
-                rref.to_here(timeout=0.5)
-            except RpcTimeoutError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=fetch)
-        thread.start()
-        assert eventually(lambda: len(alice.caller.outstanding()) == 2)
-        clock.advance(1)
-        thread.join(10)
-        assert "RPC ran for more than" in str(errors[0])
-        _gate.set()
-        assert rref.to_here() == 1
-
-
-@pytest.fixture
-def closed_gate() -> Iterator[None]:
-    _gate.clear()
-    _at_the_gate.clear()
-    yield
-    _gate.set()
-
-
-@pytest.mark.usefixtures("closed_gate")
-def test_a_creation_that_failed_is_logged_once_if_its_reference_was_dropped_unread(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    clock = VirtualClock()
-    with local_group("alice", "bob", clock=clock) as (alice, _):
-        kept = alice.remote("bob", wait_at_the_gate, timeout=1)
-        for owner in ("alice", "bob"):
-            alice.remote(owner, wait_at_the_gate, timeout=1)  # dropped at once
-        bury_the_dead(alice)
-        clock.advance(2)
-        assert eventually(lambda: len(caplog.records) == 2)
-        assert eventually(lambda: alice.references.creations.under_way() == 0)
-        del kept
-        assert eventually(lambda: len(caplog.records) == 3)
-        _gate.set()
-    told = "a remote() failed and nobody looked: RpcTimeoutError: RPC ran for more than set timeout"
-    assert [record.getMessage().startswith(told) for record in caplog.records] == [True] * 3
-
-
-@pytest.mark.usefixtures("closed_gate")
-@pytest.mark.parametrize("owner", ["alice", "bob"])
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda rref: rref.to_here(),
-        lambda rref: rref.rpc_sync().bit_count(),
-        lambda rref: rref._get_future().wait(),
-        lambda rref: rpc.rpc_sync("bob", identity, (rref,)),
-    ],
-    ids=["to_here", "rpc_sync", "future", "argument"],
-)
-def test_a_creation_that_failed_is_not_logged_if_somebody_looked(
-    owner: str, look: Callable[[RRef[Any]], object], caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = VirtualClock()
-    with local_group("alice", "bob", clock=clock) as (alice, _), as_worker(alice):
-        rref = alice.remote(owner, wait_at_the_gate, timeout=1)
-        clock.advance(2)
-        assert eventually(lambda: alice.references.creations.under_way() == 0)
-        with pytest.raises(RuntimeError):
-            look(rref)
-        del rref
-        bury_the_dead(alice)
-        _gate.set()
-    assert caplog.text == ""
-
-
-@pytest.mark.usefixtures("closed_gate")
-@pytest.mark.parametrize("owner", ["alice", "bob"])
-@pytest.mark.parametrize(
-    "look",
-    [lambda rref: rref.to_here(0), lambda rref: rref.rpc_async(0).bit_count().wait()],
-    ids=["to_here", "method"],
-)
-def test_what_waits_for_a_value_fails_when_its_creation_times_out(
-    owner: str, look: Callable[[RRef[Any]], object]
-) -> None:
-    clock = VirtualClock()
-    failed: list[BaseException] = []
-
-    def wait() -> None:
-        with as_worker(alice), pytest.raises(RRefCreationError) as caught:
-            look(rref)
-        failed.append(caught.value)
-
-    with local_group("alice", "bob", clock=clock) as (alice, _):
-        others = alice.remote("bob", wait_at_the_gate, timeout=0).rpc_async(0).bit_count()
-        rref = alice.remote(owner, wait_at_the_gate, timeout=1)
-        thread = threading.Thread(target=wait)
-        thread.start()
-        place = rref._holding.value
-        if place is None:
-            assert eventually(lambda: len(alice.caller.outstanding()) == 4)
-        else:
-            assert eventually(lambda: place.waiters() == 1)
-        # One that has not begun by then fails by itself, with another error.
-        assert eventually(lambda: len(_at_the_gate) == 2)
-        clock.advance(2)
-        thread.join(SECONDS)
-        told = "RRef creation failed: RPC ran for more than set timeout (1000 ms)"
-        assert [str(error)[: len(told)] for error in failed] == [told]
-        _gate.set()
-        assert others.wait() == 1
-
-
-def test_a_reference_whose_creation_timed_out_raises_on_every_use_and_is_freed() -> None:
-    _gate.clear()
-    clock = VirtualClock()
-    with local_group("alice", "bob", clock=clock) as (alice, bob):
-        rref = alice.remote("bob", wait_at_the_gate, timeout=0.5)
-        clock.advance(1)
-        with pytest.raises(RuntimeError, match="RPC ran for more than"):
-            rref._get_future().wait()
-        for use in (rref.to_here, lambda: rref.rpc_sync().bit_length()):
-            with pytest.raises(RRefCreationError, match="RRef creation"):
-                use()
-        with pytest.raises(RRefCreationError, match="RRef creation"):
-            alice.rpc_sync("bob", identity, (rref,))
-        _gate.set()
-        assert eventually(lambda: owned(bob) == 0)
-
-
-def test_a_reference_to_a_lost_owner_raises_at_once() -> None:
-    hub = MemoryHub()
-    with local_group("alice", "bob", hub=hub) as (alice, _):
-        rref = alice.remote("bob", Counter)
-        rref._get_future().wait()
-        hub.cut(1)
-        assert eventually(lambda: not alice.references.counts().num_user_rrefs)
-        for use in (rref.to_here, rref.rpc_sync().add):
-            with pytest.raises(WorkerLostError, match="'bob'"):
-                use(1)
-        with pytest.raises(WorkerLostError, match="'bob'"):
-            alice.rpc_sync("alice", identity, (rref,))
-
-
-def test_the_forks_of_a_lost_user_are_released() -> None:
-    hub = MemoryHub()
-    with local_group("alice", "bob", "carol", hub=hub) as (alice, bob, _):
-        rref = alice.remote("bob", identity, (1,))
-        alice.rpc_sync("carol", keep, ("lost", rref))
-        del rref
-        assert eventually(lambda: alice.references.counts().num_user_rrefs == 0)
-        assert owned(bob) == 1
-        hub.cut(2)
-        assert eventually(lambda: owned(bob) == 0)
-        _store.pop("lost")
-
-
-def test_shutdown_deletes_references_that_are_still_held() -> None:
-    alice, bob = connect("alice", "bob")
-    rref = alice.remote("bob", Counter)
-    threads = [threading.Thread(target=agent.shutdown) for agent in (alice, bob)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert (alice.group_shutdown.leaks, bob.group_shutdown.leaks) == ([], [])
-    with pytest.raises(
-        RRefDeletedError, match=r"has been deleted\. Cannot call to_here\(\) on it after deletion"
-    ):
-        rref.to_here()
-
-
-def test_the_place_of_a_value_whose_request_could_not_be_sent_is_freed(pair: list[Agent]) -> None:
-    for owner in pair:
-        with pytest.raises(RuntimeError, match="argument 0"):
-            pair[0].remote(owner.info, identity, (threading.Lock(),))
-    assert eventually(lambda: owned(pair[0]) == owned(pair[1]) == 0)
-
-
-# --- References of another session, or of another worker in this process
-
-
-SHUT_DOWN = r"is stale: it was made or received by worker 'alice' .* which shut down"
-
-
-class Silent(Exception):
-    """Answers for none of its attributes."""
-
-    def __getattribute__(self, name: str) -> object:
-        raise RuntimeError(f"nobody asks for {name}")
-
-
-def fail_silently() -> None:
-    raise Silent("x")
-
-
-def test_a_creation_whose_error_answers_for_nothing_fails_at_once() -> None:
-    with local_group("alice", "bob") as (alice, bob):
-        with pytest.raises(RemoteError, match="Silent"):
-            alice.remote("bob", fail_silently).to_here(SECONDS)
-        assert eventually(lambda: not bob.debug_info()["serving"])
-
-
-def test_what_was_lent_to_a_call_of_a_worker_that_closed_comes_back() -> None:
-    with local_group("alice", "bob") as (alice, _):
-        rref = alice.remote("bob", identity, (5,))
-        assert rref.to_here() == 5
-        before = alice.references.counts()
-        alice.caller.close("this worker shut down")
-        with pytest.raises(AgentClosedError, match="this worker shut down"):
-            alice.rpc_sync("bob", identity, (rref,))
-        assert alice.references.counts() == before
-
-
-@pytest.fixture
-def of_another_session() -> dict[str, RRef[Any]]:
-    with local_group("alice", "bob") as (alice, _), as_worker(alice):
-        own, user = RRef("old own"), alice.remote("bob", identity, ("old user",))
-        adopted = alice.rpc_sync("bob", make_here, ("old adopted",))
-        created_here = alice.remote("alice", identity, ("old created here",))
-        assert user.to_here() == "old user"
-        assert created_here.to_here() == "old created here"
-    return {"own": own, "user": user, "adopted": adopted, "created here": created_here}
-
-
-@pytest.fixture
-def next_session(
-    of_another_session: dict[str, RRef[Any]],
-) -> Iterator[tuple[Agent, Agent]]:
-    """A group of the same names, whose references have the same ids."""
-    with local_group("alice", "bob") as (alice, bob), as_worker(alice):
-        new = [RRef("new own"), *(alice.remote("bob", identity, ("new",)) for _ in range(4))]
-        assert alice.rpc_sync("bob", read, (new[0],)) == "new own"
-        assert str(of_another_session["own"]) == str(new[0])
-        yield alice, bob
-        del new
-        assert eventually(lambda: owned(alice) == owned(bob) == 0)
-        assert alice.references.counts() == bob.references.counts()
-
-
-class Carrier:
-    def __init__(self, rref: RRef[Any]) -> None:
-        self.inside = [{"it": rref}]
-
-
-@pytest.mark.parametrize("which", ["own", "user", "adopted", "created here"])
-@pytest.mark.parametrize(
-    "send",
-    [
-        lambda rref: rpc.rpc_sync("bob", read, (rref,)),
-        lambda rref: rpc.rpc_sync("alice", read, (rref,)),
-        lambda rref: rpc.rpc_async("bob", read, (rref,)).wait(),
-        lambda rref: rpc.remote("bob", read, (rref,)).to_here(),
-        lambda rref: rpc.rpc_sync("bob", identity, kwargs={"value": [Carrier(rref)]}),
-        lambda rref: rpc.rpc_sync("bob", lambda: rref.to_here()),
-        lambda rref: rpc.remote("bob", Counter).rpc_sync().add(rref),
-        lambda rref: rpc.remote("alice", identity, (rref,)),
-        lambda rref: rpc.rpc_sync("bob", read, (RRef(0), rref)),
-    ],
-    ids=["sync", "self", "async", "remote", "inside", "cloud", "proxy", "own remote", "second"],
-)
-def test_a_reference_of_an_earlier_session_is_stale_before_anything_is_sent(
-    which: str,
-    send: Callable[[RRef[Any]], object],
-    of_another_session: dict[str, RRef[Any]],
-    next_session: tuple[Agent, Agent],
-) -> None:
-    with pytest.raises(StaleRRefError, match=SHUT_DOWN):
-        send(of_another_session[which])
-
-
-@pytest.mark.usefixtures("next_session")
-def test_a_reply_with_a_reference_of_an_earlier_session_is_an_error(
-    of_another_session: dict[str, RRef[Any]],
-) -> None:
-    _store["old"] = of_another_session["own"]
-    try:
-        with pytest.raises(StaleRRefError, match=SHUT_DOWN):
-            rpc.rpc_sync("bob", kept, ("old",))
-        with pytest.raises(StaleRRefError, match=SHUT_DOWN):
-            rpc.remote("bob", kept, ("old",)).to_here()
-    finally:
-        del _store["old"]
-
-
-@pytest.mark.usefixtures("next_session")
-def test_what_a_reference_of_an_earlier_session_answers_is_of_that_session(
-    of_another_session: dict[str, RRef[Any]],
-) -> None:
-    own, user = of_another_session["own"], of_another_session["adopted"]
-    assert (own.local_value(), own.owner_name(), user.owner_name()) == ("old own", "alice", "bob")
-    for use in (
-        user.to_here,
-        lambda: user.rpc_sync().upper(),
-        lambda: user.rpc_async().upper().wait(),
-        lambda: user.remote().upper(),
-        lambda: own.rpc_sync().upper(),
-        lambda: own.rpc_async().upper().wait(),
-        lambda: own.remote().upper().to_here(),
-    ):
-        with pytest.raises((AgentClosedError, RRefDeletedError), match="this worker shut down"):
-            use()
-
-
-def test_a_reference_of_another_worker_of_the_process_is_refused(pair: list[Agent]) -> None:
-    alice, bob = pair
-    with as_worker(alice):
-        rref = RRef("alice's")
-    told = r"by worker 'alice' .*, and cannot be sent by worker 'bob'"
-    for to in ("alice", "bob"):
-        with pytest.raises(RRefError, match=told):
-            bob.rpc_sync(to, read, (rref,))
-    assert alice.rpc_sync("bob", read, (rref,)) == "alice's"
 
 
 # --- Backward

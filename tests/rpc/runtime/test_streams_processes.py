@@ -11,8 +11,7 @@ import torch
 import rpc
 from rpc.runtime import streams
 from rpc.transports.tensorpipe.transport import available
-from tests.free_ports import free_port
-from tests.rpc.worker_processes import WorkerProcess, join, leave
+from tests.rpc.worker_processes import WorkerProcess, joined_pair, leave
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,17 +55,8 @@ def call_double() -> float:
 
 @pytest.fixture
 def pair() -> Iterator[list[WorkerProcess]]:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    workers = [WorkerProcess(), WorkerProcess()]
-    try:
-        for rank, worker in enumerate(workers):
-            worker.begin(join, "TENSORPIPE", url, f"worker{rank}", rank, 2)
-        for worker in workers:
-            worker.result()
+    with joined_pair("TENSORPIPE") as workers:
         yield workers
-    finally:
-        for worker in workers:
-            worker.end()
 
 
 def test_tensors_of_requests_and_replies_are_left_where_torch_delivers_them(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tensorwire.integrations.low_memory import AdaLomo, GaLoreAdamW, Lomo
 
@@ -13,6 +14,19 @@ def _parameter(rows: int, columns: int) -> tuple[nn.Parameter, Tensor, Tensor]:
     grad = torch.rand(rows, columns) - 0.5
     parameter.grad = grad.clone()
     return parameter, parameter.detach().clone(), grad
+
+
+def _require_the_same_steps(ours: Optimizer, theirs: Optimizer, steps: int) -> None:
+    """Steps both with the same gradients, after which their parameters must be alike."""
+    mine, others = ([*each.param_groups[0]["params"]] for each in (ours, theirs))
+    for _ in range(steps):
+        for one, other in zip(mine, others, strict=True):
+            one.grad = torch.rand_like(one) - 0.5
+            other.grad = one.grad.clone()
+        ours.step()
+        theirs.step()
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_lomo_goes_down_the_clipped_gradient_and_keeps_nothing() -> None:
@@ -29,14 +43,7 @@ def test_adalomo_moves_as_adafactor_and_keeps_two_vectors_of_a_matrix() -> None:
     others = [nn.Parameter(each.detach().clone()) for each in mine]
     ours = AdaLomo(mine, lr=0.1)
     theirs = torch.optim.Adafactor(others, lr=0.1)  # its rate falls from the 100th step on only
-    for _ in range(4):
-        for one, other in zip(mine, others, strict=True):
-            one.grad = torch.rand_like(one) - 0.5
-            other.grad = one.grad.clone()
-        ours.step()
-        theirs.step()
-    for one, other in zip(mine, others, strict=True):
-        torch.testing.assert_close(one, other)
+    _require_the_same_steps(ours, theirs, 4)
     assert ours.state[mine[0]]["rows"].shape == (6,)
     assert ours.state[mine[0]]["columns"].shape == (5,)
 
@@ -61,14 +68,7 @@ def test_galore_leaves_small_matrices_and_vectors_to_adamw() -> None:
     others = [nn.Parameter(each.detach().clone()) for each in mine]
     ours = GaLoreAdamW(mine, lr=0.1, rank=3, weight_decay=0.1)
     theirs = torch.optim.AdamW(others, lr=0.1, weight_decay=0.1)
-    for _ in range(3):
-        for one, other in zip(mine, others, strict=True):
-            one.grad = torch.rand_like(one) - 0.5
-            other.grad = one.grad.clone()
-        ours.step()
-        theirs.step()
-    for one, other in zip(mine, others, strict=True):
-        torch.testing.assert_close(one, other)
+    _require_the_same_steps(ours, theirs, 3)
 
 
 def test_a_tall_matrix_is_projected_on_its_other_side() -> None:

@@ -13,13 +13,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import rpc
-from rpc.agent import Agent
-from rpc.backend_registry import BackendType
 from rpc.runtime import wait_log
 from rpc.testing import as_worker, local_group
-from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from tensorwire import parameter_server as ps
 from tests.tensorwire.parameter_server.clusters import run, train
+from tests.tensorwire.parameter_server.dynamic_groups import DynamicGroup, dynamic_group
 from tests.waiting import until
 
 IDS = torch.arange(200)
@@ -37,26 +35,10 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     return tell
 
 
-class Group:
-    """A dynamic group in this process."""
-
-    def __init__(self) -> None:
-        self._store = HashStore()
-        self.agents: list[Agent] = []
-
-    def join(self, name: str) -> Agent:
-        options = TensorWireRpcBackendOptions(init_method="tcp://127.0.0.1:1", liveness_timeout=0)
-        join = BackendType["TENSORWIRE"].value.init_backend_handler
-        self.agents.append(join(self._store, name, len(self.agents), None, options))
-        return self.agents[-1]
-
-
 @pytest.fixture
-def group() -> Iterator[Group]:
-    made = Group()
-    yield made
-    for agent in reversed(made.agents):
-        agent.shutdown(graceful=False)
+def group() -> Iterator[DynamicGroup]:
+    with dynamic_group(HashStore()) as group:
+        yield group
 
 
 def counts(cluster: ps.Cluster) -> ps.Table:
@@ -202,7 +184,7 @@ class TestATrainerThatHasFinished:
 class TestARoleOfServers:
     @pytest.mark.parametrize("grow", [False, True])
     def test_takes_in_those_that_come_later(
-        self, grow: bool, roles: Callable[[str, int], None], group: Group
+        self, grow: bool, roles: Callable[[str, int], None], group: DynamicGroup
     ) -> None:
         """At once, or when the program says so; every push counts once."""
         roles("ps=1/4,trainer=1/4", 1)
@@ -222,7 +204,7 @@ class TestARoleOfServers:
             cluster.finish()
 
     def test_has_backups_once_enough_of_them_are_there(
-        self, roles: Callable[[str, int], None], group: Group
+        self, roles: Callable[[str, int], None], group: DynamicGroup
     ) -> None:
         roles("ps=1/2,trainer=1/1", 1)
         group.join("ps:0")
@@ -274,7 +256,7 @@ class TestARoleOfServers:
 
 
 def test_a_resize_waits_for_a_server_that_joins(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, group: Group
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, group: DynamicGroup
 ) -> None:
     monkeypatch.setattr(wait_log, "FIRST", (0.05,))
     caplog.set_level(logging.WARNING)

@@ -11,8 +11,8 @@ import tempfile
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -207,15 +207,33 @@ def _seen(local: str, pid: int) -> Seen:
     return Seen("running", nodes, workers, {local: pid}, {})
 
 
+TwoAgents = Callable[..., AbstractContextManager[tuple[JobWatch, JobWatch]]]
+
+
+@pytest.fixture
+def two_agents(monkeypatch: pytest.MonkeyPatch, home: Path) -> TwoAgents:
+    """Watches one job from two machines, each with a folder of sockets of its own."""
+
+    @contextmanager
+    def watch(values: Values, policy: StallPolicy) -> Iterator[tuple[JobWatch, JobWatch]]:
+        first = JobWatch("j", 0, values, policy)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "other"))
+        (home / "other").mkdir()
+        second = JobWatch("j", 1, values, policy)
+        try:
+            yield first, second
+        finally:
+            first.close()
+            second.close()
+
+    return watch
+
+
 def test_one_agent_shows_the_workers_of_all_machines_and_asks_the_others_for_theirs(
-    monkeypatch: pytest.MonkeyPatch, home: Path
+    two_agents: TwoAgents,
 ) -> None:
     values, policy = Values(), StallPolicy(0)
-    first = JobWatch("j", 0, values, policy)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "other"))
-    (home / "other").mkdir()
-    second = JobWatch("j", 1, values, policy)
-    try:
+    with two_agents(values, policy) as (first, second):
         told = {"facts": FACTS, "stacks": "in train()"}
         with answering(second.path, "trainer:0", told):
             first.update(_seen("ps:0", os.getpid()))
@@ -231,53 +249,36 @@ def test_one_agent_shows_the_workers_of_all_machines_and_asks_the_others_for_the
                 first.answer({"ask": "stacks", "worker": "trainr:0"})
             with pytest.raises(NoAnswerError, match="start rpcrun with --tee 3"):
                 first.answer({"ask": "log", "worker": "trainer:0"})
-    finally:
-        first.close()
-        second.close()
 
 
 def test_agents_write_nothing_while_nobody_looks_and_one_view_has_the_facts_of_all(
-    monkeypatch: pytest.MonkeyPatch, home: Path
+    two_agents: TwoAgents,
 ) -> None:
     values, policy = Values(), StallPolicy(0)
-    first = JobWatch("j", 0, values, policy)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "other"))
-    (home / "other").mkdir()
-    second = JobWatch("j", 1, values, policy)
-    try:
-        with answering(second.path, "trainer:0", {"facts": FACTS}):
-            first.update(_seen("ps:0", os.getpid()))
-            second.update(_seen("trainer:0", os.getpid()))
-            until(lambda: values.read["watch/call"] >= 4, 60, 0.1)
-            assert (values.written, dict(values.read)) == (0, {"watch/call": values.read.total()})
+    told = {"facts": FACTS}
+    with two_agents(values, policy) as (first, second), answering(second.path, "trainer:0", told):
+        first.update(_seen("ps:0", os.getpid()))
+        second.update(_seen("trainer:0", os.getpid()))
+        until(lambda: values.read["watch/call"] >= 4, 60, 0.1)
+        assert (values.written, dict(values.read)) == (0, {"watch/call": values.read.total()})
 
-            worker = next(w for w in first.view().workers if w.name == "trainer:0")
-            assert worker.facts == FACTS
-            assert values.written > 0
-    finally:
-        first.close()
-        second.close()
+        worker = next(w for w in first.view().workers if w.name == "trainer:0")
+        assert worker.facts == FACTS
+        assert values.written > 0
 
 
 def test_a_worker_of_another_machine_is_started_again_by_its_agent(
-    monkeypatch: pytest.MonkeyPatch, home: Path
+    two_agents: TwoAgents,
 ) -> None:
     """The agent that finds the standstill asks until the other one knows, and then no more."""
     values, policy = Values(), StallPolicy(0.5, at_once=True, restarts=True)
-    first = JobWatch("j", 0, values, policy)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "other"))
-    (home / "other").mkdir()
-    second = JobWatch("j", 1, values, policy)
-    try:
+    with two_agents(values, policy) as (first, second):
         told = {"facts": {"progress": {**FACTS["progress"], "age": 9.0}}, "stacks": "in train()"}
         with answering(second.path, "trainer:0", told):
             first.update(_seen("ps:0", os.getpid()))
             second.update(_seen("trainer:0", os.getpid()))
             until(lambda: second.to_restart() == {("trainer:0", 1)}, 60, 0.1)
             until(lambda: not json.loads(zlib.decompress(values.kept["watch/0"]))["questions"], 60)
-    finally:
-        first.close()
-        second.close()
 
 
 def test_a_viewer_that_comes_before_the_watch_is_ready_is_answered(

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from rpc.errors import ANOTHER_ANSWERS, NO_MEMBER, WorkerLostError
 from rpc.protocol import resumption
 from rpc.transports.base import Frame, FrameKind, Peer
-from rpc.transports.tensorwire import Settings, TensorWireTransport
+from rpc.transports.tensorwire import Settings
 from rpc.transports.tensorwire import reconnect as reconnector
 from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.bulk import BulkMover
@@ -30,13 +30,13 @@ from rpc.transports.tensorwire.handshake import Identity
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
 from rpc.worker_info import WorkerInfo
-from tests.rpc.transports.conformance import SECONDS, Worker, echo, introduce
+from tests.rpc.transports.conformance import SECONDS, Worker, echo
 from tests.rpc.transports.cutter import Cutter, cutting
 from tests.rpc.transports.tensorwire.bare_connections import connect, shake
 from tests.rpc.transports.tensorwire.certificates import for_everybody
+from tests.rpc.transports.tensorwire.transports import Maker
 from tests.waiting import until
 
-Maker = Callable[..., list[Worker]]
 CALLS = 3000
 
 WAYS = [
@@ -45,27 +45,6 @@ WAYS = [
     pytest.param(Settings(local_paths=False), id="tcp"),
     pytest.param(Settings(local_paths=False, tls=for_everybody()), id="tls"),
 ]
-
-
-@pytest.fixture
-def make() -> Iterator[Maker]:
-    """Makes started workers that know each other; closes them."""
-    made: list[Worker] = []
-
-    def workers(*each: Settings) -> list[Worker]:
-        found = [
-            Worker(TensorWireTransport(settings), WorkerInfo(f"worker{i}", i))
-            for i, settings in enumerate(each)
-        ]
-        made.extend(found)
-        for worker in found:
-            worker.start()
-        introduce(found)
-        return found
-
-    yield workers
-    for worker in made:
-        worker.close(0.2)
 
 
 def pause(settings: Settings, seconds: float) -> float:

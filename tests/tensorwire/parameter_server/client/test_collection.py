@@ -19,6 +19,7 @@ from tensorwire.parameter_server.client.collection import (
 from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag, tables_of
 from tensorwire.parameter_server.client.gradient import RowGradient
 from tensorwire.parameter_server.messaging.messages import TableIds
+from tests.tensorwire.parameter_server.client.local_rows import dense_gradient
 
 ROWS, BATCH = 50, 300
 
@@ -54,14 +55,7 @@ class LocalTable:
         return self.weight[ids].clone()
 
     def gradient_of_all(self) -> Tensor:
-        """The sum that the pushes would add up to, dense."""
-        taken = self.gradient.take()
-        whole = torch.zeros_like(self.weight)
-        if taken is not None:
-            ids, grad = taken
-            assert len(set(ids.tolist())) == len(ids)
-            whole[ids] = grad
-        return whole
+        return dense_gradient(self.gradient, self.weight)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from rpc import extend
 from rpc.agent import Agent
-from rpc.backend_registry import BackendType
 from rpc.testing import MemoryHub, as_worker, local_group
-from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.decisions.lives import Latest
 from tensorwire.parameter_server.decisions.views import Server
@@ -21,6 +18,7 @@ from tensorwire.parameter_server.messaging.calling import latest_life
 from tensorwire.parameter_server.messaging.confirming import confirmed, known_view
 from tensorwire.parameter_server.server.host import host
 from tests.tensorwire.parameter_server.clusters import server_names
+from tests.tensorwire.parameter_server.dynamic_groups import DynamicGroup, dynamic_group
 from tests.waiting import until
 
 SERVERS = server_names(2)
@@ -43,68 +41,62 @@ class Store(HashStore):
         return next(name for name in self.names if name.endswith(_VIEW))
 
 
-class Group:
-    """A dynamic group in this process, in whose store a stranger may write."""
-
-    def __init__(self) -> None:
-        self.store = Store()
-        self.agents: list[Agent] = []
-        self._ids = itertools.count()
-
-    def join(self, name: str) -> Agent:
-        options = TensorWireRpcBackendOptions(init_method="tcp://127.0.0.1:1", liveness_timeout=0)
-        make = BackendType["TENSORWIRE"].value.init_backend_handler
-        self.agents.append(make(self.store, name, next(self._ids), None, options))
-        return self.agents[-1]
+@pytest.fixture
+def store() -> Store:
+    return Store()
 
 
 @pytest.fixture
-def group() -> Iterator[Group]:
-    made = Group()
-    yield made
-    for agent in reversed(made.agents):
-        agent.shutdown(graceful=False)
+def group(store: Store) -> Iterator[DynamicGroup]:
+    """A dynamic group in this process, in whose store a stranger may write."""
+    with dynamic_group(store) as group:
+        yield group
 
 
-def _train(group: Group) -> tuple[Agent, ps.Cluster, bytes]:
+def _train(group: DynamicGroup, store: Store) -> tuple[Agent, ps.Cluster, bytes]:
     """A cluster whose view has changed, and its view as the store had it before."""
     for name in SERVERS:
         group.join(name)
     agent = group.join("trainer0")
     with as_worker(agent):
         cluster = ps.connect(SERVERS, backups=1)
-        old = group.store.get(group.store.view)
+        old = store.get(store.view)
         cluster.table("items", 2, ps.SGD(lr=1.0)).push(torch.arange(4), torch.ones(4, 2))
     return agent, cluster, old
 
 
-def test_a_trainer_that_comes_does_not_believe_an_old_view(group: Group) -> None:
-    _, cluster, old = _train(group)
+def test_a_trainer_that_comes_does_not_believe_an_old_view(
+    group: DynamicGroup, store: Store
+) -> None:
+    _, cluster, old = _train(group, store)
     newcomer = group.join("trainer1")
-    group.store.set(group.store.view, old)  # type: ignore[arg-type]
+    store.set(store.view, old)  # type: ignore[arg-type]
     with as_worker(newcomer):
         found = ps.connect(SERVERS, backups=1).session.view
     assert found.number >= cluster.session.view.number > 0
 
 
 def test_a_trainer_that_comes_makes_no_second_cluster_when_the_view_was_deleted(
-    group: Group,
+    group: DynamicGroup,
+    store: Store,
 ) -> None:
-    _, cluster, _ = _train(group)
+    _, cluster, _ = _train(group, store)
     newcomer = group.join("trainer1")
-    group.store.set(group.store.view, b"")  # type: ignore[arg-type]
+    store.set(store.view, b"")  # type: ignore[arg-type]
     with as_worker(newcomer):
         found = ps.connect(SERVERS, backups=1)
         assert found.session.view.number >= cluster.session.view.number > 0
         assert found.table("items", 2, ps.SGD(lr=1.0)).pull(torch.arange(2)).sum() == -4
 
 
-def test_a_server_that_comes_back_does_not_believe_an_old_view(group: Group) -> None:
-    _, cluster, old = _train(group)
+def test_a_server_that_comes_back_does_not_believe_an_old_view(
+    group: DynamicGroup, store: Store
+) -> None:
+    _, cluster, old = _train(group, store)
     group.agents[1].shutdown(graceful=False)
     until(lambda: "ps1" not in {each.name for each in cluster.session.view.servers})
     before = cluster.session.view.number
-    group.store.set(group.store.view, old)  # type: ignore[arg-type]
+    store.set(store.view, old)  # type: ignore[arg-type]
     group.agents[1] = back = group.join("ps1")
     with as_worker(back):
         host().announce()
@@ -113,9 +105,11 @@ def test_a_server_that_comes_back_does_not_believe_an_old_view(group: Group) -> 
     assert seen.number >= before > 0
 
 
-def test_a_server_that_comes_back_does_not_wait_for_one_that_was_lost_before(group: Group) -> None:
+def test_a_server_that_comes_back_does_not_wait_for_one_that_was_lost_before(
+    group: DynamicGroup, store: Store
+) -> None:
     """It is the only one left: if it asked on, the cluster would stand still for ever."""
-    _, cluster, _ = _train(group)
+    _, cluster, _ = _train(group, store)
     group.agents[0].shutdown(graceful=False)
     until(lambda: "ps0" not in {each.name for each in cluster.session.view.servers})
     group.agents[1].shutdown(graceful=False)
