@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from rpc.rrefs.rref import call_method
 from rpc.wire import codec
 from rpc.wire.messages import Operation, Request
@@ -26,10 +28,12 @@ def method_name(func: object, args: Sequence[Any]) -> str:
 
     A method called through a reference is ``RRef.<its name>``, whatever the
     value's type, which only the owner knows. A callable without a name of its
-    own goes by that of its type.
+    own goes by that of its type, a TorchScript function by its qualified name.
     """
     if func is call_method:
         return f"RRef.{args[1]}"
+    if isinstance(func, torch.jit.ScriptFunction):  # its ``__qualname__`` is that of the class
+        return str(func.qualified_name)
     try:
         name = func.__qualname__  # type: ignore[attr-defined]
     except AttributeError:

@@ -82,6 +82,16 @@ def test_every_way_of_calling_has_its_span(group: list[Agent], make: Any) -> Non
     del rref
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_torchscript_function_has_its_qualified_name(group: list[Agent]) -> None:
+    scripted = torch.jit.script(add_up)
+    with kineto() as profile:
+        rpc.rpc_sync("worker1", scripted, (torch.ones(1),))
+    assert f"rpc_sync#{scripted.qualified_name}(worker0 -> worker1)" in events(profile)
+    (row,) = (each for each in rpc.metrics().made if each.calls)
+    assert row.method == scripted.qualified_name
+
+
 def test_names_are_the_originals(group: list[Agent]) -> None:
     original = pytest.importorskip("torch.distributed.rpc.internal")
     with kineto() as profile:
