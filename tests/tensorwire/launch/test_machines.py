@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +28,7 @@ from tests.tensorwire.launch.jobs import (
     progress,
     works_on,
 )
+from tests.tensorwire.parameter_server.samples import counted
 from tests.waiting import until
 
 pytestmark = [
@@ -311,33 +315,38 @@ def test_a_pipeline_goes_on_without_a_machine_and_its_stage_goes_home_when_it_is
     assert is_calm(first), first.said
 
 
-@pytest.mark.kills(40, usual=0)
-def test_every_sample_counts_once_though_a_machine_with_a_server_and_a_trainer_dies(
+WAYS = [*itertools.product(("machine", "ps", "trainer"), (ASYNC, BSP), ("files", "batches"))]
+"""Victims, with the consistency of the cluster, and with what of a data set is given out."""
+
+
+@pytest.mark.kills(50, usual=0)
+def test_every_sample_counts_once_though_a_server_a_trainer_or_their_machine_dies(
     work: Job, hosts: Sequence[Machine], kill_seed: int
 ) -> None:
-    """Its agent, server and trainer die at once; in half of the cases the machine comes back."""
+    """All processes of a machine die at once; in half of the cases it comes back."""
     one, two = hosts
-    draw, kind = random.Random(kill_seed), [ASYNC, BSP][kill_seed % 2]
+    draw, (victim, *how) = random.Random(kill_seed), WAYS[kill_seed % len(WAYS)]
 
     def begin(machine: Machine) -> Agent:
         roles = ("--role", "ps:1,service,max_restarts=3", "--role", "trainer:1,max_restarts=3")
-        program = (str(PROGRAMS / "samples.py"), str(work.folder), kind)
+        program = (str(PROGRAMS / "samples.py"), str(work.folder), *how)
         return work.start(*flags(work, "one", "1:2"), *FORKED, *roles, *program, machine=machine)
 
-    agents = [begin(one)]
-    begin(two)
+    agents = [begin(one), begin(two)]
     for number in range(2):
         works_on(work, f"trainer:{number}")
     time.sleep(draw.uniform(0, 1))  # the moment is to be any
-    two.power_off()
-    says(agents[0], "gives no sign of life; it is struck out")  # either may have come first
-    two.mend()
-    if draw.random() < 0.5:
-        agents.append(begin(two))
+    if victim == "machine":
+        two.power_off()
+        says(agents[0], "gives no sign of life; it is struck out")  # either may have come first
+        two.mend()
+        agents[1:] = [begin(two)] if draw.random() < 0.5 else []
+    else:
+        os.kill(progress(work, f"{victim}:{draw.randrange(2)}")["pid"], signal.SIGKILL)
     assert [agent.wait() for agent in agents] == [0] * len(agents)
     counts = [json.loads(path.read_text()) for path in work.folder.glob("*.counts")]
     assert counts
-    assert all(set(each) == {2.0} for each in counts)
+    assert all(set(each) == {float(counted.EPOCHS)} for each in counts)
 
 
 def test_a_cut_that_is_shorter_than_the_patience_is_a_pause(

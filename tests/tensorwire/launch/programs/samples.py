@@ -1,9 +1,10 @@
 """A server or a trainer that counts how often each sample was trained, while machines die.
 
-    samples.py FOLDER bsp|async
+    samples.py FOLDER bsp|async batches|files
 
-A trainer writes after each step how far it is to ``FOLDER/NAME.progress``, and at the end how often
-each sample was trained to ``FOLDER/NAME.counts``. Nobody trains before there are two servers.
+Each worker writes its process to ``FOLDER/NAME.progress``, and a trainer after each step how far it
+is. At the end it writes how often each sample was trained to ``FOLDER/NAME.counts``. Nobody trains
+before there are two servers.
 """
 
 from __future__ import annotations
@@ -12,42 +13,53 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
 import rpc
 from tensorwire import parameter_server as ps
+from tests.tensorwire.parameter_server.samples import counted
 
+Kind = Callable[[ps.Cluster], Iterable[Tensor]]
+KINDS: dict[str, Kind] = {"batches": counted.batches, "files": counted.records}
 CONSISTENCIES = {"bsp": ps.BSP(ps.Reduce.SUM), "async": ps.Async()}
-SAMPLES, EPOCHS = 600, 2
 
 
 def main() -> None:
     rpc.init_rpc(rpc_backend_options=rpc.TensorWireRpcBackendOptions(liveness_timeout=8))
+    folder, me = Path(sys.argv[1]), os.environ["RPC_WORKER_NAME"]
+    note(folder, me, 0)
     if os.environ["ROLE_NAME"] == "ps":
         ps.serve()
     else:
-        train(Path(sys.argv[1]), os.environ["RPC_WORKER_NAME"], sys.argv[2])
+        train(folder, me, CONSISTENCIES[sys.argv[2]], KINDS[sys.argv[3]])
 
 
-def train(folder: Path, me: str, consistency: str) -> None:
-    cluster = ps.connect("ps", consistency=CONSISTENCIES[consistency], backups=1, grow=True)
+def train(folder: Path, me: str, consistency: ps.BSP | ps.Async, kind: Kind) -> None:
+    cluster = ps.connect("ps", consistency=consistency, backups=1, grow=True)
     table = cluster.table("counts", 1, ps.SGD(lr=1.0))
-    data = cluster.samples(SAMPLES, batch_size=3, shuffle=True, seed=5, epochs=EPOCHS)
-    loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_sampler=data)
-    while not data.progress.trained and len(cluster.stats()["servers"]) < 2:
+    batches, begun = kind(cluster), folder / "begun"
+    while not begun.exists() and len(cluster.stats()["servers"]) < 2:
         time.sleep(0.05)
-    for (ids,) in data.track(loader):
+    begun.touch()
+    for ids in batches:
         table.push(ids, -torch.ones(len(ids), 1))
-        progress = {"pid": os.getpid(), "steps": cluster.step}
-        progress |= {"incarnation": rpc.extend.life_of(me).incarnation}
-        write(folder / f"{me}.progress", progress)
+        note(folder, me, cluster.step)
         time.sleep(0.02)
-    write(folder / f"{me}.counts", table.pull(torch.arange(SAMPLES)).flatten().tolist())
+    counts = table.pull(torch.arange(counted.SAMPLES))
+    write(folder / f"{me}.counts", counts.flatten().tolist())
     cluster.finish()
     rpc.shutdown()
+
+
+def note(folder: Path, me: str, steps: int) -> None:
+    """Writes down how far this worker is."""
+    incarnation = rpc.extend.life_of(me).incarnation
+    told = {"pid": os.getpid(), "steps": steps, "incarnation": incarnation}
+    write(folder / f"{me}.progress", told)
 
 
 def write(path: Path, what: object) -> None:
