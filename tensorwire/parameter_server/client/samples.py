@@ -71,12 +71,16 @@ class Samples(Counted, Sampler[list[int]]):
         Raises:
             RuntimeError: the loader is not tracked, so that nobody would know what was trained.
         """
-        if self._tracked is None:
+        if self._tracked is None or not self._tracked.admits_a_reader():
             raise RuntimeError(
                 f"sampler {self.spec.name!r}: iterate over data.track(loader), not over the "
                 "loader, so that it is known which samples were trained"
             )
         return _Reading(self._tracked)
+
+    def _offer(self, tracked: TrackedBatches) -> None:
+        """Has iterations that begin from now on be those of one loop."""
+        self._tracked = tracked
 
     def track(self, loader: Iterable[object]) -> Tracked:
         """The batches of a loader, each of which counts as trained with the next push.
@@ -107,11 +111,9 @@ class Samples(Counted, Sampler[list[int]]):
                              "known which batch is which; use in_order=True")  # fmt: skip
         assigned = assignment(self._cluster, self.spec, self._window, self._rank)
         many = max(1, min(_MOST_BATCHES, _MOST_SAMPLES // self.spec.batch_size))
-        tracked = TrackedBatches(
-            self._cluster, self.spec.name, assigned, loader, self._indices_of, many
+        return TrackedBatches(
+            self._cluster, self.spec.name, assigned, loader, self._indices_of, many, self._offer
         )
-        self._tracked = tracked
-        return tracked
 
     @property
     def position(self) -> Position | None:

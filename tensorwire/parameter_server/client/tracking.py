@@ -295,6 +295,7 @@ class TrackedBatches(Tracked):
         loader: reads what ``indices`` says.
         indices: makes indices of the numbers of batches.
         at_a_time: of so many batches.
+        offer: called before the loader begins to read: what it asks for then is this one's.
     """
 
     def __init__(
@@ -305,10 +306,13 @@ class TrackedBatches(Tracked):
         loader: Iterable[object],
         indices: Indices,
         at_a_time: int,
+        offer: Callable[[TrackedBatches], object],
     ) -> None:
         super().__init__(cluster, name, assigned, loader)
         self._indices_of = indices
         self._at_a_time = at_a_time
+        self._offer = offer
+        self._is_opening, self._is_read = False, True
         self._read: deque[Ticket] = deque()
         self._block: deque[tuple[int, list[int]]] = deque()
 
@@ -343,8 +347,7 @@ class TrackedBatches(Tracked):
             if self._batches is None:
                 if not self._fill():
                     raise StopIteration
-                self._read.clear()
-                self._batches = iter(self._loader)
+                self._batches = self._opened()
             try:
                 batch = next(self._batches)
             except StopIteration:
@@ -357,6 +360,25 @@ class TrackedBatches(Tracked):
             ticket = self._read.popleft()
             if ticket.turn == self._turn:
                 return batch, ticket
+
+    def _opened(self) -> Iterator[UserValue]:
+        """Begins to read with the loader."""
+        self._read.clear()
+        self._offer(self)
+        self._is_opening, self._is_read = True, False
+        try:
+            return iter(self._loader)
+        finally:
+            self._is_opening = False
+
+    def admits_a_reader(self) -> bool:
+        """True if it is its own loader that begins to iterate over the sampler.
+
+        A loader of torch does so once or twice in its ``__iter__``, and one that is a generator
+        with its first batch.
+        """
+        is_first, self._is_read = not self._is_read, True
+        return self._is_opening or is_first
 
     def _look(self) -> bool:
         self._block.clear()

@@ -513,6 +513,13 @@ class Records(IterableDataset[int]):
             yield from file.counted(file.source)
 
 
+class Lazy(DataLoader[tuple[Tensor, ...]]):
+    """Begins to read with its first batch."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
 class Watched(DataLoader[Tensor]):
     """Knows how many iterations over it are alive."""
 
@@ -621,6 +628,28 @@ class TestMistakes:
             assert (one.progress.trained, other.progress.trained) == (3, 6)
 
         train([go])
+
+    @pytest.mark.parametrize("kind", [DataLoader, Lazy])
+    def test_a_loader_is_not_read_beside_the_loop_that_tracks_it(
+        self, kind: type[DataLoader[tuple[Tensor, ...]]]
+    ) -> None:
+        def go() -> list[float]:
+            it = Counting(20)
+            data = it.cluster.samples(20, batch_size=2)
+            loader = kind(TensorDataset(torch.arange(20)), batch_sampler=data)
+            tracked = data.track(loader)
+            for moment in (tracked, data.track(loader), tracked):
+                with pytest.raises(RuntimeError, match=r"iterate over data.track\(loader\)"):
+                    next(iter(loader))
+                for (ids,) in moment:
+                    with pytest.raises(RuntimeError, match=r"iterate over data.track\(loader\)"):
+                        next(iter(loader))
+                    it.push(ids)
+                    if it.cluster.step % 4 == 0:
+                        break
+            return it.counts
+
+        assert train([go]) == [[1.0] * 20]
 
     @pytest.mark.parametrize("is_same", [False, True])
     def test_a_loop_that_another_one_has_taken_the_place_of_ends_with_an_error(
