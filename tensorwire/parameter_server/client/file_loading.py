@@ -87,7 +87,9 @@ class ByWorkers(FileLoader):
         """See :class:`FileLoader`."""
         reading, collate = Reading(files, self._sampler), self._loader.collate_fn
         self._offer(reading)
-        self._loader.collate_fn = Marking(reading, collate)
+        self._loader.collate_fn = Marking(
+            reading, collate, is_of_many=self._loader.batch_sampler is not None
+        )
         try:
             batches = iter(self._loader)
         finally:

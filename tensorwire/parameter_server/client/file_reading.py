@@ -55,6 +55,7 @@ class File:
         self._number = told.number
         self._position = None if told.position is None else decode_position(told.position)
         self._is_told = False
+        self._positions_set = 0
         self._is_over = False
 
     def __repr__(self) -> str:
@@ -87,6 +88,7 @@ class File:
                 f"{before!r}, which it was before"
             )
         self._position, self._is_told = position, True
+        self._positions_set += 1
 
     def counted(self, records: Iterable[Record]) -> Iterator[Record]:
         """Yields the records that were not trained yet, and keeps their number as the position.
@@ -122,6 +124,10 @@ class Reading:
         self._ended: list[int] = []
         self._current: File | None = None
         self._is_begun = False
+        self._records = 0
+        """Records in the batches up to now."""
+        self._positions_set = 0
+        """Positions that were set in the files that have ended."""
 
     def __iter__(self) -> Iterator[File]:
         """Yields files; the one before ends when the next is asked for.
@@ -141,14 +147,19 @@ class Reading:
             self._current = File(told)
             yield self._current
             self._current._is_over = True
+            self._positions_set += self._current._positions_set
             self._ended.append(told.number)
             self._current = None
 
-    def marks(self) -> tuple[Mark, ...]:
+    def marks(self, records: int) -> tuple[Mark, ...]:
         """The places that the records of the next batch reach.
 
+        Args:
+            records: how many it has.
+
         Raises:
-            RuntimeError: nobody has said how far a file was read, or no file was read.
+            RuntimeError: nobody has said how far a file was read, or of which records it was, or
+                no file was read.
         """
         marks: list[Mark] = [(number, None) for number in self._ended]
         current, self._ended = self._current, []
@@ -163,7 +174,24 @@ class Reading:
                 "iterate over what cluster.samples(files=) has returned, and set file.position, "
                 "or take its records from file.counted(records)"
             )
+        self._require_positions(records)
         return tuple(marks)
+
+    def _require_positions(self, records: int) -> None:
+        """Refuses a batch of which some records came without a position: it would reach less far.
+
+        A data set that sets a position behind each ``yield`` is always one behind.
+        """
+        self._records += records
+        positions = self._positions_set
+        positions += 0 if self._current is None else self._current._positions_set
+        if positions < self._records:
+            raise RuntimeError(
+                f"sampler {self._sampler!r}: the data set has yielded {self._records} records and "
+                f"set {positions} positions, so that the last records of the batch would be "
+                "trained once more by whoever continues the file; set file.position before each "
+                "yield, to the place behind that record"
+            )
 
 
 class Marked(NamedTuple):
@@ -179,12 +207,20 @@ class Marking:
     Args:
         reading: what the data set reads, in the process in which this is called.
         collate: the loader's own.
+        is_of_many: it is given a list of records, not the one thing that the data set has yielded.
     """
 
-    def __init__(self, reading: Reading, collate: Callable[[UserValue], UserValue]) -> None:
+    def __init__(
+        self,
+        reading: Reading,
+        collate: Callable[[UserValue], UserValue],
+        is_of_many: bool = True,
+    ) -> None:
         self._reading = reading
         self._collate = collate
+        self._is_of_many = is_of_many
 
     def __call__(self, records: UserValue) -> Marked:
         """The batch of some records, and where it ends in its files."""
-        return Marked(self._collate(records), self._reading.marks())
+        count = len(records) if self._is_of_many else 1
+        return Marked(self._collate(records), self._reading.marks(count))

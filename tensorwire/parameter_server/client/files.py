@@ -29,13 +29,10 @@ class Files(Counted):
     begun.
 
     Args:
-        cluster: the cluster.
-        spec: what all trainers have agreed about.
-        sources: the files.
-        rank: this trainer's, if the assignment is static.
-
-    Attributes:
+        cluster: see :class:`Counted`.
         spec: likewise.
+        sources: the files.
+        rank: as of :class:`Counted`.
     """
 
     def __init__(

@@ -337,17 +337,25 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> MemoryHub:
 
 class TestTheCluster:
     @pytest.mark.parametrize(
-        ("loader", "prefetches", "under"),
+        ("loader", "prefetches", "under", "assignment"),
         [
-            ("in the process", False, SUM),
-            ("in two workers", True, SUM),
-            ("of ones own", True, ps.SSP(1)),
-            ("in the process", True, ps.Async()),
+            ("in the process", False, SUM, "dynamic"),
+            ("in two workers", True, SUM, "dynamic"),
+            ("of ones own", True, ps.SSP(1), "dynamic"),
+            ("in the process", True, ps.Async(), "dynamic"),
+            ("in two workers", False, SUM, "static"),
+            ("in the process", True, ps.Async(), "static"),
         ],
         ids=str,
     )
     def test_goes_back_and_the_same_loop_goes_on(
-        self, tmp_path: Path, impatient: MemoryHub, loader: str, prefetches: bool, under: Any
+        self,
+        tmp_path: Path,
+        impatient: MemoryHub,
+        loader: str,
+        prefetches: bool,
+        under: Any,
+        assignment: str,
     ) -> None:
         hub, cut, lengths = impatient, threading.Lock(), (13, 1, 10, 8, 0, 12)
 
@@ -355,7 +363,9 @@ class TestTheCluster:
             it = Counting(lengths, servers=["ps0", "ps1"], trainers=2, consistency=under)
             model = ps.Embedding(it.table)
             optimizer = ps.Optimizer(it.cluster, model)
-            data = it.files(shuffle=True, epochs=2)
+            share = {"rank": it.cluster.number, "num_replicas": 2}
+            how = {"assignment": assignment, **(share if assignment == "static" else {})}
+            data = it.files(shuffle=True, epochs=2, **how)
             batches: Any = data.track(LOADERS[loader](data))
             if prefetches:
                 batches = ps.prefetch(batches, model, ids=lambda batch: batch)
