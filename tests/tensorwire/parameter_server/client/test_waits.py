@@ -91,7 +91,7 @@ _ASKS_NOBODY = {
     "DenseGroup": "accept gradients hyper is_changed values",
     "Optimizer": "add_param_group",
     "Samples": "position set_epoch track",
-    "Tracked": "give next_batch",
+    "Tracked": "give next_batch require_latest",
     "Saving": "done",
     "Publishing": "is_running note_step version",
     "EmbeddingBag": "extra_repr",
