@@ -9,14 +9,16 @@ from __future__ import annotations
 import ast
 import functools
 import runpy
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("rpc", "autograd_dist", "optim_dist", "remote_module", "tensorwire")
-_COMPILED: list[str] = runpy.run_path(str(_ROOT / "setup.py"), run_name="setup")["COMPILED"]
+_SETUP = runpy.run_path(str(_ROOT / "setup.py"), run_name="setup")
+_COMPILED: list[str] = _SETUP["COMPILED"]
 _BASES = {"NamedTuple", "Protocol", "enum.Enum", "enum.IntEnum", "Exception"}
 """Bases that compiled classes may have besides each other."""
 _LOOPS = (ast.For, ast.While)
@@ -129,3 +131,65 @@ def test_no_other_class_inherits_from_a_compiled_one() -> None:
 )
 def test_what_leaves_a_loop_is_found(source: str, lines: list[int]) -> None:
     assert [*_leaving(ast.parse(source), False, False)] == lines
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Asks for a compiled build by a command of setuptools."""
+    pytest.importorskip("setuptools")
+    monkeypatch.setenv("TENSORWIRE_COMPILE", "1")
+
+    def ask(command: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["setup.py", command])
+        _SETUP["main"]()
+
+    return ask
+
+
+def test_a_compiled_build_beside_the_sources_is_refused(build: Callable[[str], None]) -> None:
+    with pytest.raises(SystemExit, match="no editable install: compiled modules beside the sour"):
+        build("editable_wheel")
+
+
+def test_a_build_without_a_compiler_says_so(
+    build: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    with pytest.raises(SystemExit, match="needs a C compiler, and 'no-such-compiler' is not there"):
+        build("bdist_wheel")
+
+
+def test_a_build_without_mypyc_says_which_mypy_it_needs(
+    build: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", sys.executable)  # it is only looked for
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "mypyc.build", None)
+    with pytest.raises(SystemExit, match=r"needs mypy>=2\.4,<2\.5, which cannot be imported"):
+        build("bdist_wheel")
+
+
+def test_a_build_without_pythons_headers_says_which_file_is_missing(
+    build: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", sys.executable)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(SystemExit, match=r"needs the headers of this Python, and .*Python\.h"):
+        build("bdist_wheel")
+
+
+def test_results_of_earlier_builds_that_nobody_wants_are_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    built = tmp_path / "build" / "lib.linux-x86_64-cpython-311"
+    library = Path(_COMPILED[0]).with_suffix(".cpython-311-x86_64-linux-gnu.so")
+    kept = {Path("rpc/ids.py"), library, Path("tensorwire__mypyc.cpython-311.so")}
+    for path in [*kept, Path("rpc/gone.py"), Path("rpc/ids.cpython-311.so")]:
+        (built / path).parent.mkdir(parents=True, exist_ok=True)
+        (built / path).touch()
+    (tmp_path / "rpc").mkdir()
+    (tmp_path / "rpc" / "ids.py").touch()
+    _SETUP["_remove_what_was_built_of_other_modules"]()
+    assert {path.relative_to(built) for path in built.rglob("*") if path.is_file()} == kept

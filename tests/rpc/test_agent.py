@@ -261,7 +261,9 @@ def test_the_text_of_an_error_begins_with_what_it_says_itself(pair: list[Agent])
 def test_the_remote_traceback_is_the_cause(pair: list[Agent]) -> None:
     with pytest.raises(AwkwardError) as caught:
         pair[0].rpc_sync("bob", fail_awkwardly)
-    assert "in fail_awkwardly" in str(caught.value.__cause__)
+    told = str(caught.value.__cause__)
+    assert "in fail_awkwardly" in told
+    assert "raise AwkwardError(7, hint=" in told  # the line itself
 
 
 def test_exits_in_a_handler_do_not_end_the_caller(pair: list[Agent]) -> None:
