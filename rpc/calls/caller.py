@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 from torch.autograd import profiler
@@ -180,8 +180,8 @@ class Caller(OutstandingCalls):
         to: Destination,
         func: Callable[..., Any],
         args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = UNSET_RPC_TIMEOUT,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: SupportsFloat = UNSET_RPC_TIMEOUT,
         retry: Retry | None = None,
     ) -> Any:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
@@ -210,8 +210,8 @@ class Caller(OutstandingCalls):
         to: Destination,
         func: Callable[..., Any],
         args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = UNSET_RPC_TIMEOUT,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: SupportsFloat = UNSET_RPC_TIMEOUT,
         retry: Retry | None = None,
     ) -> Future[Any]:
         """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
@@ -248,8 +248,8 @@ class Caller(OutstandingCalls):
         to: Destination,
         func: Callable[..., Any],
         args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = UNSET_RPC_TIMEOUT,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: SupportsFloat = UNSET_RPC_TIMEOUT,
         retry: Retry | None = None,
     ) -> RRef[Any]:
         """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
@@ -284,8 +284,8 @@ class Caller(OutstandingCalls):
         to: WorkerInfo,
         func: Any,
         args: Sequence[Any],
-        kwargs: dict[str, Any],
-        timeout: float,
+        kwargs: Mapping[str, Any],
+        timeout: SupportsFloat,
         sink: Sink,
         target: bytes | None = None,
         once: bytes = b"",
@@ -330,8 +330,8 @@ class Caller(OutstandingCalls):
         self,
         to: WorkerInfo,
         args: Sequence[Any],
-        kwargs: dict[str, Any],
-        timeout: float,
+        kwargs: Mapping[str, Any],
+        timeout: SupportsFloat,
         sink: Sink,
     ) -> bool:
         """Calls a method of a value at its owner, which needs no handle of its own for that."""
@@ -347,7 +347,7 @@ class Caller(OutstandingCalls):
         operation: Operation,
         to: WorkerInfo,
         value: object,
-        timeout: float,
+        timeout: SupportsFloat,
         sink: Sink,
         target: bytes,
         name: MethodName,
@@ -489,7 +489,7 @@ class Caller(OutstandingCalls):
             if here.due and not held:
                 raise_due()
 
-    def fetch(self, rref: RRef[Any], owner: WorkerInfo, timeout: float) -> Any:
+    def fetch(self, rref: RRef[Any], owner: WorkerInfo, timeout: SupportsFloat) -> Any:
         """Asks the owner of a value for a copy, and waits."""
         sink, fetch = WaitingCaller(), Operation.FETCH
         asked = fetch, owner, (), timeout, sink, b"", "to_here", b"", rref
@@ -573,7 +573,7 @@ class Caller(OutstandingCalls):
 
 
 def _described(
-    func: object, args: Sequence[Any], kwargs: dict[str, Any], error: EncodeError
+    func: object, args: Sequence[Any], kwargs: Mapping[str, Any], error: EncodeError
 ) -> EncodeError:
     """Returns the same error, with the part of the call that cannot be sent in its text."""
     name = text_of(method_name(func, args))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextvars
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 
@@ -70,7 +70,7 @@ class RetriedCall:
     to: WorkerInfo | str | int
     func: Callable[..., Any]
     args: Sequence[Any]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     creation: Creation | None = None
 
     @property
@@ -116,7 +116,9 @@ class Retries:
         self.closed = False
         """True once nothing is tried again any more."""
 
-    def start(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
+    def start(
+        self, call: RetriedCall, timeout: SupportsFloat, retry: Retry, sink: Sink
+    ) -> RetriedSink:
         """Makes the first attempt; the outcome of the last goes to ``sink``.
 
         Args:
@@ -138,7 +140,7 @@ class Retries:
             raise
         return tried
 
-    def sync(self, call: RetriedCall, timeout: float, retry: Retry) -> Any:
+    def sync(self, call: RetriedCall, timeout: SupportsFloat, retry: Retry) -> Any:
         """Starts a call as :meth:`start` does, and waits; gives the call up if interrupted."""
         waiting = WaitingCaller()
         tried: list[RetriedSink] = []
@@ -156,7 +158,9 @@ class Retries:
         finally:
             restore(before)
 
-    def _new(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
+    def _new(
+        self, call: RetriedCall, timeout: SupportsFloat, retry: Retry, sink: Sink
+    ) -> RetriedSink:
         limit = self.shared.timeouts.of(timeout)
         attempts = Attempts(retry, self.shared.clock.now(), limit)
         with self._lock:
@@ -164,7 +168,7 @@ class Retries:
             tried = self._open[number] = RetriedSink(self, call, number, attempts, sink)
         return tried
 
-    def create(self, call: RetriedCall, timeout: float, retry: Retry) -> RRef[Any]:
+    def create(self, call: RetriedCall, timeout: SupportsFloat, retry: Retry) -> RRef[Any]:
         """Starts a ``remote()`` as :meth:`start` does; returns the reference.
 
         Raises:
@@ -189,7 +193,7 @@ class Retries:
         finally:
             restore(before)
 
-    def future(self, call: RetriedCall, timeout: float, retry: Retry) -> Future[Any]:
+    def future(self, call: RetriedCall, timeout: SupportsFloat, retry: Retry) -> Future[Any]:
         """Starts a call as :meth:`start` does; returns a future of the outcome."""
         whom = call.to.name if isinstance(call.to, WorkerInfo) else call.to
         future = self.caller.future(f"the call of {call.name} on {whom}")

@@ -6,7 +6,7 @@ member may join at any time, and is waited for.
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import SupportsFloat, TypeGuard
 
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.group.members import Group
@@ -34,7 +34,7 @@ class Directory:
         self._timeouts = timeouts
         self.membership: Membership | None = None
 
-    def find(self, to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
+    def find(self, to: Destination, timeout: SupportsFloat = UNSET_RPC_TIMEOUT) -> WorkerInfo:
         """The worker meant, waited for if it has not joined yet.
 
         Raises:

@@ -90,7 +90,7 @@ class Timeouts:
         self.default = default
         self.now = now
 
-    def of(self, timeout: float) -> float:
+    def of(self, timeout: SupportsFloat) -> float:
         """Seconds left to an operation; see :func:`effective_timeout`."""
         return effective_timeout(timeout, self.default, self.now())
 
@@ -120,7 +120,7 @@ def limit_of(seconds: float) -> float:
     return 0.0 if seconds >= FOREVER else seconds
 
 
-def effective_timeout(timeout: float, default: float, now: float) -> float:
+def effective_timeout(timeout: SupportsFloat, default: float, now: float) -> float:
     """The time left to a call: its own timeout, or its caller's if that ends earlier.
 
     Args:
