@@ -8,6 +8,7 @@ import threading
 from _thread import LockType
 from collections.abc import Callable
 from contextlib import ExitStack
+from inspect import getmembers
 from typing import Any
 
 import pytest
@@ -81,11 +82,15 @@ def test_a_collection_whose_end_was_missed_is_over_all_the_same(
     assert not finalizers.running()
 
 
+def is_lock(value: object) -> bool:
+    return type(value) is LockType
+
+
 def test_a_call_is_made_although_its_thread_holds_our_lock(pair: list[Agent]) -> None:
     alice, _ = pair
     made: list[Future[int]] = []
     parts = (alice.caller, alice.references, alice.callee)
-    locks = [each for part in parts for each in vars(part).values() if type(each) is LockType]
+    locks = [each for part in parts for _, each in getmembers(part, is_lock)]
     assert len(locks) >= len(parts)
 
     def collect() -> None:
