@@ -299,7 +299,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Moves the module to a device of its worker, or changes its dtype; as ``nn.Module.to``.
 
-        Only this handle knows of a new device; make other handles anew.
+        Other handles do not learn of a new device and must be made again.
         """
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         place = None if device is None else str(device)

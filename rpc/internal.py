@@ -64,7 +64,7 @@ class _InternalRPCPickler:
 
         Raises:
             EncodeError: it cannot be serialized, or it holds an ``RRef`` and is not the
-                call that is made. Who a reference is for has to be known: those travel
+                call that is made. The receiver of a reference has to be known: those travel
                 in calls only.
             RRefError: it holds a reference that must not be used any more.
         """

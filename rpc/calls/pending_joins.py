@@ -1,7 +1,7 @@
 """Calls to workers that have not joined their dynamic group yet: made when these do.
 
-So ``rpc_async`` returns at once. Who joined is ``membership``'s business, how a call is
-made ``caller``'s.
+So ``rpc_async`` returns at once. ``membership`` knows who has joined, and ``caller`` makes
+the calls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keys and values that all workers of a group see, for packages above ``rpc``.
 
-Owns how they lie in the group's store: apart from ``rpc``'s own keys and from each other.
+Decides where they lie in the group's store: apart from ``rpc``'s own keys and from each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One worker's membership in a dynamic group: joins, watches who comes and goes, leaves.
 
-Owns the thread that looks at the group's list again and again, and who waits for a worker
-to join. What the list looks like in the store is ``member_list``'s business; what a worker
+Owns the thread that looks at the group's list again and again, and the calls that wait for a
+worker to join. What the list looks like in the store is ``member_list``'s business; what a worker
 that came or is gone means here is told to a :class:`MembershipListener`.
 
 Static groups need none of this. One thread is the only one that asks: the process that hosts

@@ -118,9 +118,9 @@ class _Peer:
 
     address: _Address
     process: LocalProcess | None
-    """Its process, if that can be seen from here; then it is not sent questions."""
+    """The worker's process, if it can be watched from here, which spares the questions."""
     line: socket.socket | None
-    """Connected to its port then: the kernel says when that is closed, as after a shutdown."""
+    """A socket connected to its port then: the kernel reports when that port is closed."""
     owed: bytes = b""
     """The nonce of the question that is not answered yet."""
 

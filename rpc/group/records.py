@@ -27,7 +27,7 @@ STATIC, DYNAMIC = b"static", b"dynamic"
 LIVENESS = "liveness"
 """The name in a record's extras of the way to watch the worker's process."""
 NONCE = "nonce"
-"""The name in a record's extras of a random value, which makes it another than any before."""
+"""The name in a record's extras of a random value, which no earlier record has."""
 
 _MUST_AGREE = ("world_size", "backend", "protocol")
 _TYPES = {"name": str, "rank": int, "incarnation": int, "extras": dict, "host": str, "pid": int}
@@ -105,7 +105,7 @@ class Record:
 
 
 def disagreements(me: Record, first: Record) -> list[str]:
-    """Lists what ``me`` says otherwise than the group's first member, in words."""
+    """Lists, in words, where ``me`` contradicts the group's first member."""
     return [
         f"the workers disagree about {what}: "
         f"{first.name} says {getattr(first, what)}, {me.name} says {getattr(me, what)}"

@@ -74,7 +74,7 @@ class Gate:
         """Takes what a client sent; returns what to send it.
 
         Raises:
-            NotProvenError: it must be closed.
+            NotProvenError: the connection must be closed.
         """
         hello = len(HELLO) + NONCE_BYTES
         had, self._said = len(self._said), self._said + data

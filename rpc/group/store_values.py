@@ -32,7 +32,7 @@ HAS_CLOSED_PART = b"/tensorwire/closed-part"
 MOST_VALUE = 8 << 20
 """Bytes of one key or value; torch's servers take as much."""
 CHUNK = 1 << 18
-"""Bytes to be sent to a client from which on no more of its requests are read."""
+"""With so many bytes still to be sent to a client, no more of its requests are read."""
 MOST_KEYS = 1 << 17
 """Keys in one request; torch's servers take as many."""
 

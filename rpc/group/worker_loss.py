@@ -1,8 +1,8 @@
 """Removes a lost worker from this worker's tables, or ends this worker if it is the lost one.
 
-However that was learnt, the same is done once: the transport refuses what the life still
-sends, calls to it fail, references and contexts that it held are let go. Who it is told to,
-``loss_reports`` decides; a worker that leaves together with others is ``shutdown``'s.
+Whatever reported the loss, the same is done once: the transport refuses what the life still
+sends, calls to it fail, references and contexts that it held are let go. ``loss_reports``
+decides which workers are told; ``shutdown`` treats workers that leave together.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Series:
 
     Attributes:
         over: of calls that are over but not counted yet: seconds, bytes sent and received.
-            Who adds one calls :meth:`count` when there are ``MOST_UNCOUNTED``.
+            Code that adds one calls :meth:`count` when there are ``MOST_UNCOUNTED``.
     """
 
     __slots__ = ("_buckets", "_errors", "_received", "_seconds", "_sent", "over")

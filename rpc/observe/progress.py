@@ -67,7 +67,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """For the length of a block, steps may take long; the innermost block's name is told."""
+        """Lets steps take long until the block ends, and reports the innermost block's name."""
         entry = name[:_LONGEST_NAME], self._clock.now()
         with self._lock:
             self._end_pause(entry[1])

@@ -1,8 +1,8 @@
 """The records that a worker makes of traced calls, and their bytes.
 
 Plain data: times are seconds on the clock of the worker that wrote them; 0 means
-that it did not happen. Who records is ``tracing``'s business, what becomes of the
-records ``trace_view``'s.
+that it did not happen. ``tracing`` decides who records, and ``trace_view`` what
+becomes of the records.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _aligned(trace: WorkerTrace, offset: Offset | None) -> WorkerTrace:
 
 
 class _Painter:
-    """Knows all records, which it takes to say what one of them looks like."""
+    """Draws records; the look of one depends on others, so it knows all."""
 
     def __init__(self, workers: Sequence[WorkerTrace]) -> None:
         self._workers = workers

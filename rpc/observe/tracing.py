@@ -413,8 +413,8 @@ def trace(
     calls to handlers, all on the clock of this worker.
 
     Args:
-        path: where to write it; None to use only the returned object. That it can be
-            written is found out at once, which leaves an empty file until the end.
+        path: where to write it; None to use only the returned object. The file is
+            created at once, to learn that it can be written, and is empty until the end.
         operators: record torch's operators too, on all threads of all workers.
             Costs a few microseconds per operator. A process that runs a
             ``torch.profiler`` of its own keeps its operators to itself. Where it is

@@ -47,7 +47,7 @@ Completion = Callable[[], None]
 def wait_in_usual_modes(
     waiter: Waiter, done: Callable[[], object], block: Callable[[], None]
 ) -> None:
-    """Waits; what is delivered meanwhile, for whomever, shows nothing of this thread's modes."""
+    """Waits with torch's usual modes, so that callbacks run meanwhile see none of this thread's."""
     if torch_modes.are_changed():
         with torch_modes.usual():
             waiter(done, block)
@@ -149,7 +149,7 @@ class _Failure:
 
     Torch keeps this where the garbage collector does not look, and an error knows
     the frames, and so often the future, that it was raised in. Therefore the error
-    stays with the future as long as that lives, and a stand-in comes here after.
+    stays with the future as long as that lives; after that, a stand-in is kept here.
     """
 
     __slots__ = ("_future", "seen", "stand_in")

@@ -9,10 +9,10 @@ that all know after a few hops.
 Time counts only while this worker is awake: when :meth:`Liveness.tick` comes late,
 because this process was stopped or held the interpreter lock, the others are given
 that time too. A loss is found within 0.8 of the bound after the last answer, and told
-to the others 0.1 later. Who has lost more workers than it still reaches is likely to be
-cut off itself, and tells nobody. Who reached less than half of the group as somebody fell
-silent waits, and takes itself for lost if that one lives. Of two workers between whom a
-connection broke, the one with the lower id speaks first.
+to the others 0.1 later. A worker that has lost more workers than it still reaches is likely
+to be cut off itself, and tells nobody. One that reached less than half of the group when
+another fell silent waits, and takes itself for lost if the other lives. Of two workers
+between whom a connection broke, the one with the lower id speaks first.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class SentMessages(Generic[Message]):
         return [self.messages.popleft() for _ in range(surplus)]
 
     def missing(self, sent: int, received: int) -> list[Message]:
-        """Returns what to send again on a new connection, in order; it stays remembered.
+        """Returns what to send again on a new connection, in order, and keeps it.
 
         To be followed by :meth:`sent_again` when it was: what does not get through on many
         connections is given up.

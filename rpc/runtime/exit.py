@@ -34,9 +34,9 @@ Running = TypeVar("Running", bound=Stops)
 
 
 def await_end(running: Running) -> weakref.finalize[[], Running]:
-    """Brings something to rest when this process ends; ``detach`` what is returned if it closes.
+    """Stops something when this process ends; ``detach`` the finalizer if it stops before.
 
-    By a finalizer, as these run after the program's own exit hooks, which may still call
+    Finalizers run after the program's own exit hooks, which may still call
     and shut down. What a forked child has of its parent's is not its to end.
     """
     return weakref.finalize(running, partial(_process_ends, weakref.ref(running), os.getpid()))

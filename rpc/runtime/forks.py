@@ -91,7 +91,7 @@ def join(member: ForkAware) -> None:
 
 
 def leave(member: ForkAware) -> None:
-    """Has ``member`` hear of no more forks."""
+    """Stops telling ``member`` of forks."""
     _forks.leave(member)
 
 

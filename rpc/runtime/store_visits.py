@@ -75,7 +75,7 @@ class Visits:
         self._left_behind.add(visitor)
 
     def end(self, seconds: float = SECONDS_TO_COME_BACK) -> None:
-        """Admits nobody more, and waits some ``seconds`` for those who are there."""
+        """Admits no more visits, and waits some ``seconds`` for those who are there."""
         self._over = True
         until = time.monotonic() + seconds
         for visit in list(self._under_way):

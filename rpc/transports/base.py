@@ -262,8 +262,9 @@ class MapsDevices(Protocol):
 
     @property
     def host_moves(self) -> Set[tuple[int, bool]]:
-        """Peers on a device of which tensors in host memory arrive; with each, in requests
-        (True) or in replies. Such a tensor must be given to the transport, however small.
+        """The peers to whose devices tensors in host memory go, in requests (True) or replies.
+
+        Such a tensor must be given to the transport, however small.
         """
 
     def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:

@@ -3,12 +3,12 @@
 A request counts from before it is sent until its reply is here, so the bound
 covers every queue on the way, the receiver's included. Small and large requests
 are counted apart, each against the bound, so that a small one never waits for
-a large one. Something larger than the bound may travel alone. Who waits gets room
-before who comes later; but a handler does not queue for room that is there, as those
-before it may wait for what it does. If nothing comes back for a while, one handler
+a large one. Something larger than the bound may travel alone. Waiters get room
+in the order in which they came; but a handler does not queue for room that is there, as
+those before it may wait for what it does. If nothing comes back for a while, one handler
 that waits goes on without room, and later another, ever more slowly: so handlers
-that wait for each other's room do not do so for ever. Replies may be counted likewise, from before
-they are sent until the peer says that it has them.
+that wait for each other's room do not do so for ever. Replies may be counted likewise, from
+before they are sent until the peer says that it has them.
 """
 
 from __future__ import annotations

@@ -42,14 +42,14 @@ def require_call(func: object, args: Any, kwargs: Any) -> None:
 
 
 def require_arguments(args: Any, kwargs: Any) -> None:
-    """Refuses what cannot be the arguments of a call, which would fail far from here, or not.
+    """Refuses values that cannot be the arguments of a call, and would fail elsewhere or never.
 
     Args:
-        args: the positional ones.
-        kwargs: those by name.
+        args: the positional arguments.
+        kwargs: the arguments by name.
 
     Raises:
-        TypeError: they cannot; the text names which.
+        TypeError: these cannot be; the text says which of the two it is.
     """
     if args is not None and (
         not isinstance(args, Iterable)

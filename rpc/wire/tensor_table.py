@@ -47,7 +47,7 @@ Measured with an echo: at 8 and 16 KB that saves a fifth (TENSORPIPE) to a quart
 """
 
 _INLINE_IN_ALL: Final = 64 << 20
-"""Bytes of such tensors that one header takes; what comes after them gets slots.
+"""The most bytes of such tensors in one header; later ones get slots.
 
 Transports bound the header, and receive it in one piece."""
 

@@ -333,7 +333,7 @@ class SharedData:
     # --- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Writes into a checkpoint what is trained; the servers' snapshot that follows has it."""
+        """Writes into a checkpoint which samples are trained in the snapshot that follows."""
         if self._data is not None:
             (folder / _ACCOUNT).write_text(json.dumps(self._data.state_dict()))
 

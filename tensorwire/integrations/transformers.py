@@ -491,7 +491,7 @@ def _open(optimizer: Any) -> tuple[AcceleratedOptimizer, torch.optim.Optimizer]:
 
 
 def _put(holder: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Has accelerate step this optimizer; who refers to the holder notices nothing."""
+    """Makes accelerate step this optimizer; references to the holder stay valid."""
     scaler = holder.scaler
     AcceleratedOptimizer.__init__(holder, optimizer, device_placement=False, scaler=scaler)
 

@@ -181,9 +181,9 @@ def parse(argv: Sequence[str]) -> Command:
         argv: the command line without the name of the launcher.
 
     Raises:
-        RoleError: the roles cannot be.
+        RoleError: the roles are not valid.
         JobFileError: the job file cannot be read.
-        FlagError: another flag cannot be.
+        FlagError: another flag is not valid.
         SystemExit: the parser of torchrun, which also prints why, does not accept it.
     """
     parser = make_parser()
@@ -275,7 +275,7 @@ def _known_flags(parser: argparse.ArgumentParser) -> dict[str, bool]:
 
 
 def _roles(said: Sequence[str], of_file: Sequence[Role]) -> tuple[str, tuple[Role, ...]]:
-    """Torchrun's role, and ours, of which the command line's replace those of the file."""
+    """The role in torchrun's sense, and ours; the command line's replace those of the file."""
     counted = [text for text in said if has_count(text)]
     bare = [text for text in said if not has_count(text)]
     if not counted and not of_file:

@@ -58,7 +58,7 @@ class PlanStore:
         """Puts events into the plan, whatever others put into it meanwhile.
 
         Raises:
-            RoleError: this agent was told something else to run than the others.
+            RoleError: this agent was given other things to run than the others.
         """
         while events:
             after = apply(self._plan, events)

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import torch
 
 AnyTable: TypeAlias = Any
-"""A table of a cluster, or one that is followed, whose class is above those who hold it."""
+"""A table of a cluster, or one that is followed; modules that hold it may not import its class."""
 
 Carried: TypeAlias = Any
-"""Gradients, rows or values on a record: their classes are above those who decide about it."""
+"""Gradients, rows or values on a record; modules that decide may not import their classes."""
 
 Function: TypeAlias = Callable[..., Any]
 """A function whose arguments are handed on as they came."""

@@ -112,7 +112,7 @@ class Formation:
         """Calls ``function(session, *arguments[worker])`` on these workers, at the same time.
 
         Raises:
-            Exception: what the first of them raised, when all have answered.
+            Exception: the first error of theirs, once all have answered.
         """
         calls = {
             worker: rpc.rpc_async(worker, function, (self.plan.session, *each))

@@ -51,9 +51,9 @@ def split_model(
     Args:
         model: the whole; it stays as it is.
         workers: where each stage goes, as for ``RemoteModule``.
-        at: the names of the modules with which stages begin, but the first; None: even ones.
+        at: the names of the modules with which later stages begin; None for even stages.
         example: arguments for the model, of the shape of a micro-batch; a tuple of several.
-        balance: what is to be even if ``at`` is None.
+        balance: the measure by which stages are even if ``at`` is None.
 
     Raises:
         ValueError: there are more or fewer stages than workers, or a name is not there; or stages

@@ -132,8 +132,8 @@ class Hub:
     def facts(self, names: Iterable[str], timeout: float) -> dict[str, Mapping[str, Any]]:
         """The facts of those workers that tell them in time.
 
-        Who did not answer the time before is not waited for: its late answer is taken when it is
-        there, and no other question is sent until then. For one caller at a time.
+        A worker that did not answer the time before is not waited for: its late answer is taken
+        when it is there, and no other question is sent until then. For one caller at a time.
         """
         with self._lock:
             links = [self._links[name] for name in names if name in self._links]

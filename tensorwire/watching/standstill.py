@@ -161,7 +161,7 @@ class Standstill:
         return now - past.last > self.budget(worker.name) and not self._takes_long(worker)
 
     def _takes_long(self, worker: WorkerView) -> bool:
-        """True if it may take long: in a slow phase, as it compiles, or as it computes."""
+        """True if the worker may take long: it is in a slow phase, compiles or computes."""
         is_known = worker.silent_for <= self.budget(worker.name)  # or else it may have left both
         told = bool(_progress(worker).get("phase")) or _in_files(worker, _COMPILERS)
         return (is_known and told) or self._computes(worker)

@@ -421,7 +421,7 @@ class SendPool:
 
     @property
     def is_closed(self) -> bool:
-        """True if nothing is offered, and nothing put, any more."""
+        """True if it offers and takes nothing any more."""
         return self._closed
 
     def close(self) -> None:

@@ -102,9 +102,9 @@ def check_fixed(data: Buffer, start: int, kinds: frozenset[int], expected: int) 
     """Parses a fixed part.
 
     Args:
-        data: begins with it at ``start``.
-        start: see ``data``.
-        kinds: that may come on the channel.
+        data: the bytes that hold it.
+        start: where it begins in ``data``.
+        kinds: the kinds that may come on the channel.
         expected: its position in the stream.
 
     Raises:

@@ -120,7 +120,7 @@ class _Draft:
     """Handles of tensors that stay on their devices."""
     parts: list[Buffer] = field(default_factory=list)
     streams: list[tuple[int, memoryview]] = field(default_factory=list)
-    """Transfers by number, none of which has begun before everything has its place."""
+    """Transfers with their numbers; they begin once everything has its place."""
     inline: int = 0
     announced: bool = False
     to_share: int = 0

@@ -522,7 +522,7 @@ class RemotePeer:
             sender.shutdown()
 
     def _settle(self) -> None:
-        """Once nothing is open any more: lets go of memory and reports the loss."""
+        """Frees memory and reports the loss, once nothing is open any more."""
         with self._lock:
             over = self._reason is not None and not self.connections and self._connecting is None
             if not over or self._settled.is_set():

@@ -1,7 +1,7 @@
 """The memory, threads, bounds and receiver that all peers of one worker share.
 
 Knows which threads may wait, as others depend on the reading of some. Owns nothing: the
-transport makes it and ends what is in it.
+transport makes the parts and ends them.
 """
 
 from __future__ import annotations

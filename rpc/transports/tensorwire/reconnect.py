@@ -128,7 +128,7 @@ class Reconnector:
         attempt: int,
         refuse: Callable[[str], object],
     ) -> None:
-        """Puts a new connection in place of one that was taken out, and is in no other's charge.
+        """Puts a new socket in the place of a connection's broken one, which was taken out before.
 
         Args:
             connection: which.

@@ -62,7 +62,7 @@ def parse_address(url: str) -> tuple[str, int]:
     """The host and the port of ``tensorwire://host:port``.
 
     Raises:
-        ValueError: ``url`` is something else.
+        ValueError: ``url`` has another form.
     """
     try:
         parts = urlsplit(url)

@@ -194,7 +194,7 @@ class _Collection(Lookup):
         """The different ids that a forward pass with just this batch will fetch.
 
         Args:
-            ids: as they will be given to :meth:`forward`. The work is not done again there.
+            ids: as they will be given to :meth:`forward`. That call does not do the work again.
         """
         self.require_no_transform()
         tensors, versions = self._given(ids)
@@ -209,7 +209,7 @@ class _Collection(Lookup):
         """Does what a backward pass will need."""
 
     def _batch(self, ids: object) -> _Batch:
-        """The needs of just these ids, found before or now; those of batches before are dropped."""
+        """The needs of just these ids, found before or now; drops those of earlier batches."""
         self.require_no_transform()
         tensors, versions = self._given(ids)
         for place, batch in enumerate(self._batches):

@@ -56,9 +56,9 @@ class Counting:
 
         Args:
             sampler: its name.
-            window: of these batches.
+            window: the batches among which it chooses.
             is_first: gives back what this trainer was given before and has not pushed.
-            least: how many it can make use of at once.
+            least: how many the trainer can use at once.
         """
         session, log = self._session, extend.WaitLog(time.monotonic())
         self._asked += 1

@@ -97,7 +97,7 @@ class Lookup(nn.Module):
         """The different ids that a forward pass with just this batch will fetch.
 
         Args:
-            ids: as they will be given to ``forward``. The work is not done again there.
+            ids: as they will be given to ``forward``. That call does not do the work again.
         """
         raise NotImplementedError
 
@@ -160,7 +160,7 @@ class _Module(Lookup):
         """The different ids that a forward pass with just this tensor will fetch.
 
         Args:
-            ids: as they will be given to :meth:`forward`. The work is not done again there.
+            ids: as they will be given to :meth:`forward`. That call does not do the work again.
         """
         ids = self._checked(ids)
         latest = _unique_ids(ids, self.padding_idx, self._is_ordered)

@@ -33,10 +33,11 @@ class Pushing(enum.Enum):
     """The times at which gradients of dense parameters leave for the servers."""
 
     STEP = "at each step"
-    """All together, in ``step``. They may be clipped, scaled and accumulated before."""
+    """All gradients leave together, in ``step``. Before, they may be clipped, scaled and
+    accumulated."""
     BACKWARD = "during backward"
-    """Each as soon as it is there; then it is freed. Gradients take the memory of one parameter.
-    Each push counts as a step of the cluster's clock."""
+    """Each gradient leaves as soon as it is computed, and is freed, so that gradients take the
+    memory of one parameter. Each push counts as a step of the cluster's clock."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -139,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
             DeclarationError: another optimizer, here or at another trainer, has this name.
             TypeError: it is no optimizer.
             ValueError: it needs a closure; a table is of another cluster; or a parameter group is
-                for a table alone, and says otherwise than the table's rule.
+                for a table alone, and contradicts the table's rule.
 
         Example::
 
@@ -278,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
         is_step: bool,
         known: Sequence[KnownRows],
     ) -> Exchanging[Answer | None] | None:
-        """Waits for what it pulls; for a push alone only with the next step, if that may be."""
+        """Waits for what it pulls; a push alone is waited for at the next step, if it may be."""
         before, self._under_way = self._under_way, None
         if before is not None:
             before.wait()

@@ -31,8 +31,8 @@ class Permutation:
 
     Args:
         length: 1 or more.
-        seed: says which order, with ``epoch``.
-        epoch: likewise.
+        seed: determines the order, together with ``epoch``.
+        epoch: see ``seed``.
     """
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:

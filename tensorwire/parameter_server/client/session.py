@@ -1,6 +1,6 @@
 """One worker's dealings with the servers of one cluster.
 
-Sends pushes and pulls to the shards' heads, keeps pushes until they are safe, and has sent
+Sends pushes and pulls to the shards' heads, keeps pushes until they are safe, and sends
 again what a lost head did not take or what was split by an old map. Decides under one lock and
 sends without it.
 """

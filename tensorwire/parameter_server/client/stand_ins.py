@@ -18,7 +18,7 @@ def tables_of(optimizer: Optimizer) -> list[Table]:
     """The tables whose rows stand among the parameters of an optimizer.
 
     Raises:
-        ValueError: a parameter group is for tables alone, and says otherwise than their rules.
+        ValueError: a parameter group is for tables alone, and contradicts their rules.
     """
     every = []
     for number, group in enumerate(optimizer.param_groups):

@@ -61,7 +61,7 @@ class Stepper:
         pushed: is called after each push.
 
     Attributes:
-        nans: likewise.
+        nans: see the argument.
         bad_steps: pushes that were not finite, and were pushed or skipped.
     """
 

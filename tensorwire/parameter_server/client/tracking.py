@@ -216,7 +216,7 @@ class Tracked(ABC):
 
     @abstractmethod
     def _fill(self) -> bool:
-        """Makes ready what is to be read next; False if there is nothing."""
+        """Prepares the batches to read next; False if there are none."""
 
     def _next_numbers(self, most: int) -> list[int]:
         """The next that are at hand, at most so many; waits for one, if there is none."""

@@ -28,9 +28,9 @@ class Trainer:
     """One worker as a trainer. The session's lock guards it.
 
     Args:
-        number: in the cluster; -1 while it is none.
+        number: the trainer's number in the cluster; -1 while it is no trainer.
         next: the number of its next push.
-        first: that of the first push which it made, or makes again.
+        first: the number of the first push which it made, or makes again.
         is_finishing: its last push is under way.
     """
 

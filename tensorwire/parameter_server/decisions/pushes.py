@@ -27,7 +27,7 @@ class Refusal(enum.Enum):
     """The reasons for which a push or a pull is not taken."""
 
     MOVED = enum.auto()
-    """Split by the map of an earlier epoch: it must be split again, under the same number."""
+    """It was split by the map of an earlier epoch, and must be split again, under its number."""
     UNKNOWN = enum.auto()
     """Its sender is not, or no longer, a trainer of this cluster."""
 

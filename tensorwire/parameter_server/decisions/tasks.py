@@ -417,7 +417,7 @@ class Tasks:
                 self._effects.append(Tell(number, to, ask.shard, ask.order))
 
     def _retell(self) -> None:
-        """Gives, after a change of the view, what the lost were told to those in their place."""
+        """Sends the orders of lost servers to those in their place, after a change of the view."""
         for number, ask in list(self._asks.items()):
             if ask.shard == _NO_SHARD:
                 continue

@@ -5,7 +5,7 @@ grows. It says what shall be; the coordinator (``coordination``) makes the shard
 views that follow on another are made in ``view_changes``.
 
 A chain is the servers that keep one shard: the first is its head, which decides, the others
-are backups. Who is named by the view is a *life* of a server: after a restart it is another.
+are backups. The view names *lives* of servers: after a restart a server has another.
 """
 
 from __future__ import annotations

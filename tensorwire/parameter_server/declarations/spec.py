@@ -82,7 +82,7 @@ class TableSpec:
         return encode(self)
 
     def differences(self, other: object) -> list[str]:
-        """The points in which another declaration of this table says otherwise."""
+        """The points in which another declaration of this table differs."""
         if not isinstance(other, TableSpec):
             return [f"it is a {type(other).__name__}, not a table"]
         return [

@@ -285,7 +285,7 @@ class TableRows:
         return view
 
     def entries(self) -> Iterator[Ints]:
-        """All ids of the index, in parts. Only for the thread that changes it."""
+        """All ids of the index, in parts. To be called in the thread that changes the index."""
         yield from self._index.ids(_SCAN)
 
     @property

@@ -18,8 +18,8 @@ Floats: TypeAlias = NDArray[np.float32]
 Halves: TypeAlias = NDArray[np.uint16]
 """Rows of numbers of 16 bits, as their bits."""
 Bools: TypeAlias = NDArray[np.bool_]
-"""One truth for each id, row or slot."""
+"""True or False for each id, row or slot."""
 Array: TypeAlias = NDArray[Untyped]
-"""Any of these; which one, its column says."""
+"""Any of these types; the column that it belongs to names the one."""
 Bytes: TypeAlias = NDArray[np.uint8]
 """Marks."""

@@ -113,7 +113,7 @@ class Meanwhile:
         return self._now.__name__ == self._later
 
     def close(self) -> None:
-        """Stops looking, and compiling if this process does that."""
+        """Stops looking, and ends the compilation if this process runs it."""
         self._over.set()
         self._thread.join(_SECONDS_TO_END)
         atexit.unregister(self.close)

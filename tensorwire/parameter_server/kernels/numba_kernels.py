@@ -104,7 +104,7 @@ def rehash(old: Slots, table: Slots) -> None:
 
 @compiled
 def set_rows(table: Slots, ids: Ints, rows: Ints) -> None:
-    """Gives ids that are there other rows."""
+    """Changes the rows of ids that the table has."""
     capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
     for k in range(len(ids)):
         at = home_of(ids[k], capacity)
@@ -184,7 +184,7 @@ def slots(ids: Ints, out: Ints) -> None:
 
 @compiled
 def split(places: Ints, count: int, position: Ints, sizes: Ints) -> None:
-    """Orders things by the group each belongs to, and leaves the order within a group.
+    """Orders things by their groups, and keeps the order within each group.
 
     Args:
         places: the group of each, from 0.

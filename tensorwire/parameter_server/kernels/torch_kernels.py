@@ -105,7 +105,7 @@ def _places(table: Slots, ids: Ints) -> Untyped:
 
 
 def set_rows(table: Slots, ids: Ints, rows: Ints) -> None:
-    """Gives ids that are there other rows."""
+    """Changes the rows of ids that the table has."""
     table[_places(table, ids), 1] = rows
 
 
@@ -161,7 +161,7 @@ def slots(ids: Ints, out: Ints) -> None:
 
 
 def split(places: Ints, count: int, position: Ints, sizes: Ints) -> None:
-    """Orders things by the group each belongs to, and leaves the order within a group."""
+    """Orders things by their groups, and keeps the order within each group."""
     order = np.argsort(places, kind="stable")
     position[order] = np.arange(len(places))
     sizes[:] = np.bincount(places, minlength=count)

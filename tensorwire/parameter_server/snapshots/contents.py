@@ -162,7 +162,7 @@ class Restored:
         return str(self.saved.path)
 
     def _described(self) -> dict[str, Saved]:
-        """Each table and dense group by name, of which all parts must say the same."""
+        """The tables and dense groups by name; all parts of one must describe it alike."""
         described: dict[str, Saved] = {}
         for shard in self.shards:
             both: dict[str, TablePart | DensePart] = {**shard.tables, **shard.dense}
@@ -198,7 +198,7 @@ class Restored:
     # --- tables
 
     def count(self, name: str) -> int:
-        """The rows of a table that were written, each time that one was."""
+        """The number of rows of a table in the files; a row that was written twice counts twice."""
         stem, end = f"table/{name}/", "/ids"
         return sum(
             entry.shape[0]

@@ -58,7 +58,7 @@ class LastChanges:
 
         Args:
             rows: negative for ids without a row, which count as never changed.
-            known: of each row.
+            known: the number of each row up to which it is known.
         """
         last = self.column.rows[np.maximum(rows, 0), 0]
         changed: Bools = (last > known) & (rows >= 0)

@@ -400,7 +400,7 @@ class Table:
         return Rows(self._ids.rows[rows, 0], columns)
 
     def enter(self, rows: Rows) -> None:
-        """Takes rows in that were another table's."""
+        """Takes in rows of another table."""
         places = self.index.upsert(rows.ids)
         self._reserve()
         self.save_before(places)

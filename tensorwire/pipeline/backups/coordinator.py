@@ -76,11 +76,11 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Asks workers what they have, which obey this epoch from then on; results in their answers.
+    """Asks workers for what they have; they obey this epoch from then on, and answer.
 
     Args:
-        epoch: which is obeyed.
-        names: of the workers, None for all of the group; who is not living gives no answer.
+        epoch: the epoch that they obey.
+        names: of the workers, None for all of the group; lost workers give no answer.
         begins: the pipeline begins anew, so all copies are dropped.
     """
 

@@ -213,6 +213,14 @@ def test_child_that_was_not_sent_is_not_waited_for() -> None:
     assert sent(alice.dropped(handle)) == [Delete(handle.reference, handle.fork)]
 
 
+def test_a_dropped_handle_cannot_be_shared() -> None:
+    alice = table(ALICE)
+    handle, _ = alice.create_remote(OWNER)
+    alice.dropped(handle)
+    refused = alice.share(handle, BOB, Carrier.REQUEST)
+    assert refused == Failure(FailureKind.DELETED, "the handle was dropped")
+
+
 def test_acceptance_that_comes_twice_is_ignored() -> None:
     alice = table(ALICE)
     handle, _ = alice.create_remote(OWNER)

@@ -137,9 +137,9 @@ def simulate_silence(seeds: Iterable[int], machines: Machines | None = None) -> 
     """Plays groups whose workers watch each other for signs of life, one for each seed.
 
     Workers are stopped and wake, are busy for long, die with and without a trace, are cut
-    off and come back, and lose connections. Who is silent for longer than the bound must
-    be declared lost by all within it, and learn it when it wakes; nobody else must. The
-    clock is virtual; the same seed plays the same run.
+    off and come back, and lose connections. A worker that is silent for longer than the
+    bound must be declared lost by all within it, and learn it when it wakes; no other must
+    be. The clock is virtual; the same seed plays the same run.
 
     Args:
         seeds: one run for each.

@@ -263,9 +263,10 @@ class WatcherGroup:
     def strike_off(
         self, by: Watcher, life: Life, wanted: Callable[[], bool], done: Callable[[], None]
     ) -> None:
-        """All hear what the store says; some time each. Who is not listed itself changes nothing.
+        """All hear what the store says; some time each.
 
-        But one may stop after it has looked whether it is.
+        A worker that is not listed itself changes nothing; but one may stop after it has looked
+        whether it is.
         """
         if by.cut_until > self.now:
             self.at(by.cut_until + _DELAY, lambda: self.strike_off(by, life, wanted, done))

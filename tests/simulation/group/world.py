@@ -10,10 +10,11 @@ What the transports promise is modelled exactly, for the protocols may rely on i
   is gone, at some time each, and nothing passes between them ever after.
 - A worker hears nothing from a life that it does not know yet (the packet waits)
   or that it took for lost (the packet is refused).
-- Who dies is reported to everybody some time. Who leaves is reported after what
+- A death is reported to everybody some time. A worker's leaving is reported after what
   it had sent.
-- Who is stopped wakes with its messages, calls and timers as they were, maybe between a decision
-  and what it sends for it. If it is declared lost meanwhile, it hears so some time after it woke.
+- A worker that is stopped wakes with its messages, calls and timers as they were, maybe between a
+  decision and what it sends for it. If it is declared lost meanwhile, it hears so some time after
+  it woke.
 
 How a loss is noticed, and how word of it spreads, is not played (``liveness``,
 ``membership``): here a loss is news that reaches everybody some time.
