@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from rpc.protocol.termination import (
 from rpc.runtime.clock import Clock
 from rpc.runtime.executor import is_replaced_while_waiting
 from rpc.runtime.timers import Timers
+from rpc.runtime.wait_log import WaitLog
 from rpc.wire.control import ControlMessage, Leaving, Probe, Quiet, Ready
 from rpc.worker_info import WorkerInfo
 
@@ -164,18 +166,27 @@ class GroupShutdown:
         Raises:
             RpcTimeoutError: calls were still under way; names them.
         """
-        timeout = min(timeout, threading.TIMEOUT_MAX)
-        deadline = time.monotonic() + timeout if timeout else None
+        log = WaitLog(time.monotonic())
+        deadline = log.began + (timeout or math.inf)
+        self._alone = self.awaits_quiet = True
+        while not self._is_quiet_before(min(log.next_at(), deadline)):
+            now = time.monotonic()
+            if now >= deadline:
+                raise RpcTimeoutError(self._still_under_way(timeout))
+            if log.is_due(now):
+                _logger.warning(
+                    "shutdown of %r has waited %.0f s for calls under way%s",
+                    self._agent.info.name, now - log.began, self._under_way(),
+                )  # fmt: skip
+        if not self._closed:  # else what is current by now may be another session's
+            self.release()
+
+    def _is_quiet_before(self, end: float) -> bool:
+        """Waits until this worker is quiet, or was closed; False if that takes too long."""
         with self._changed:
-            self._alone = self.awaits_quiet = True
-            while not (self._closed or self._agent.is_quiet()):
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise RpcTimeoutError(self._still_under_way(timeout))
-                self._changed.wait(left)
-            if self._closed:  # what is current by now may be another session's
-                return
-        self.release()
+            return self._changed.wait_for(
+                lambda: self._closed or self._agent.is_quiet(), max(end - time.monotonic(), 0.0)
+            )
 
     def _timed_out(self, timeout: float) -> str:
         with self._lock:

@@ -158,6 +158,21 @@ def test_one_that_leaves_alone_names_its_calls(agents: list[Agent]) -> None:
         bob.group_shutdown.leave_alone(0.5)
 
 
+def test_one_that_leaves_alone_says_what_it_waits_for(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rpc.runtime.wait_log.FIRST", (0.05,))
+    alice, bob, _ = agents
+    held(alice, bob).cancel()
+    leaves = threading.Thread(target=bob.group_shutdown.leave_alone, args=(0.0,), daemon=True)
+    leaves.start()
+    says = "shutdown of 'bob' has waited 0 s for calls under way: hold called by 'alice'"
+    until(lambda: says in [record.getMessage() for record in caplog.records])
+    _free.set()
+    leaves.join(SECONDS)
+    assert not leaves.is_alive()
+
+
 @pytest.mark.parametrize("leave", [Agent.shutdown, lambda bob: bob.group_shutdown.leave_alone(0.0)])
 def test_one_that_is_closed_by_another_thread_waits_for_nobody(
     agents: list[Agent], leave: Callable[[Agent], None], monkeypatch: pytest.MonkeyPatch
