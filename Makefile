@@ -24,7 +24,8 @@
 #   make docs     the documentation as web pages, in build/docs
 #   make clean    remove the environment and all caches; results in runs/ stay
 #
-# make train takes BACKEND, SERVERS, TRAINERS, STEPS, BATCH_SIZE, SEED, OUTPUT and KILL:
+# make train takes BACKEND, SERVERS, TRAINERS, STEPS, BATCH_SIZE, SEED, OUTPUT, KILL and FILES (pages
+# in a file of the log; without it the log is no files):
 #
 #   make train BACKEND=TENSORPIPE SERVERS=3 TRAINERS=4 STEPS=300 SEED=7
 #
@@ -70,7 +71,8 @@ train: $(READY)
 	  --role ps:$(or $(SERVERS),2),$(SERVICE) --role trainer:$(or $(TRAINERS),2)$(if $(KILL),$(comma)max_restarts=1) \
 	  -m tutorials.parameter_server.train $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE)) $(if $(SEED),--seed $(SEED)) \
-	  $(if $(OUTPUT),--output '$(OUTPUT)') $(if $(KILL),--kill) $(ARGS)
+	  $(if $(OUTPUT),--output '$(OUTPUT)') $(if $(KILL),--kill) \
+	  $(if $(FILES),--files $(FILES)) $(ARGS)
 
 .PHONY: tutorials
 tutorials: RPCRUN = $(RUN) -m tensorwire.launch --standalone

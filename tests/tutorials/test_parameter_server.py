@@ -39,7 +39,7 @@ def test_a_batch_depends_on_its_number_only() -> None:
 @pytest.mark.usefixtures("process_server")
 @pytest.mark.xdist_group("main_job")
 @pytest.mark.skipif(sys.platform != "linux", reason="a server is killed by its process id")
-def test_the_main_job_ends_with_the_bits_of_a_quiet_run_although_a_server_is_killed(
+def test_the_main_job_in_files_ends_with_the_bits_of_a_quiet_run_although_a_server_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that outlives the bar
@@ -51,9 +51,8 @@ def test_the_main_job_ends_with_the_bits_of_a_quiet_run_although_a_server_is_kil
     (wanted,) = train_here([quiet], servers=1)
     monkeypatch.setenv("RPC_BACKEND", "TENSORWIRE")
     servers = "ps:2,service=tensorwire.parameter_server,max_restarts=2"
-    output = run_tutorial(
-        tmp_path, "parameter_server.train", f"{servers} trainer:1", *_SMALL, "--kill"
-    )
+    how = (*_SMALL, "--files", "7", "--kill")
+    output = run_tutorial(tmp_path, "parameter_server.train", f"{servers} trainer:1", *how)
     assert "killing ps:1" in output
     assert "each of the 20 pages was trained exactly once" in output
     assert number_after("final AUC:", output) == pytest.approx(wanted, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Generated clicks: who saw which item, where and when, and who clicked. Nothing distributed.
+"""Generated clicks: who saw which item, where and when, and who clicked.
 
 Users and items have tastes, vectors that nobody sees; the more a user's and an item's agree, the
 likelier is a click. So the true chance of each click is known, and with it the largest area under
@@ -15,7 +15,9 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
+
+from tensorwire import parameter_server as ps
 
 SIZES: Final = {"user": 5000, "item": 2000, "place": 50, "hour": 24}
 """The number of different ids that each field has. The model does not know."""
@@ -116,6 +118,26 @@ class Log(Dataset[Batch]):
 
     def __getitem__(self, number: int) -> Batch:
         return self._world.batch(number, self._size)
+
+
+class LogFiles(IterableDataset[Batch]):
+    """The log of a world in files, each of which is a range of pages.
+
+    Args:
+        world: what is logged.
+        files: of ``Cluster.samples``, which says which this trainer reads, and from where on.
+        size: impressions on each page.
+    """
+
+    def __init__(self, world: World, files: ps.Files, size: int) -> None:
+        self._world = world
+        self._files = files
+        self._size = size
+
+    def __iter__(self) -> Iterator[Batch]:
+        for file in self._files:
+            for number in file.counted(range(*file.source)):
+                yield self._world.batch(number, self._size)
 
 
 def area_under_curve(score: Tensor, clicked: Tensor) -> float:

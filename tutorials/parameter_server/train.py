@@ -27,7 +27,7 @@ import rpc
 from tensorwire import parameter_server as ps
 from tutorials.arguments import positive
 from tutorials.parameter_server import roles
-from tutorials.parameter_server.clicks import SIZES, Batch, Log, World, area_under_curve
+from tutorials.parameter_server.clicks import SIZES, Batch, Log, LogFiles, World, area_under_curve
 from tutorials.parameter_server.model import DLRM
 
 _DIM = 16
@@ -75,20 +75,33 @@ def ids_of(batch: Batch) -> dict[str, Tensor]:
     return batch.ids
 
 
+def read_log(
+    options: argparse.Namespace, cluster: ps.Cluster, world: World, pages: int
+) -> tuple[ps.Samples | ps.Files, ps.Tracked]:
+    """Divides the log among the trainers, by pages or by files; returns this trainer's batches."""
+    page = itemgetter(0)
+    if options.files:
+        begins = range(0, pages, options.files)
+        files = cluster.samples(files=[(n, min(n + options.files, pages)) for n in begins])
+        lines = LogFiles(world, files, options.batch_size)
+        return files, files.track(DataLoader(lines, batch_size=1, collate_fn=page))
+    data = cluster.samples(pages, batch_size=1)
+    log = Log(world, pages, options.batch_size)
+    return data, data.track(DataLoader(log, batch_sampler=data, collate_fn=page))
+
+
 def train(options: argparse.Namespace, cluster: ps.Cluster, trainer: int, trainers: int) -> History:
     """Trains this trainer's share of the pages, and counts how often each page was trained."""
     model, pages = make_model(cluster, options.seed), options.steps * trainers
     counts = ps.Embedding(cluster.table("trained", 1, ps.SGD(lr=1.0)))
     optimizer = make_optimizer(cluster, nn.ModuleList([model, counts]))
     world, history = World(options.seed), History()
-    data = cluster.samples(pages, batch_size=1)
-    log = DataLoader(
-        Log(world, pages, options.batch_size), batch_sampler=data, collate_fn=itemgetter(0)
-    )
-    batches = ps.prefetch(data.track(log), model.bags, counts, ids=lambda b: (ids_of(b), b.page))
+    data, mine = read_log(options, cluster, world, pages)
+    batches = ps.prefetch(mine, model.bags, counts, ids=lambda b: (ids_of(b), b.page))
     test = world.batch(-1, options.test_size)
     history.best = area_under_curve(test.chance, test.clicked)
-    bar = tqdm(total=pages, unit="page", disable=None if trainer == 0 else True)
+    unit = "file" if options.files else "page"
+    bar = tqdm(total=data.progress.total, unit=unit, disable=None if trainer == 0 else True)
     moments = [time.perf_counter()]
     for step, batch in enumerate(batches, 1):
         moments.append(time.perf_counter())
@@ -126,7 +139,7 @@ def _look(
     test: Batch,
     history: History,
     bar: tqdm,
-    data: ps.Samples,
+    data: ps.Samples | ps.Files,
 ) -> None:
     """Shows how far all trainers are."""
     if step % _SHOWN == 0:
@@ -141,7 +154,9 @@ def _measure(step: int, model: DLRM, test: Batch, history: History, bar: tqdm) -
     bar.write(f"step {step}: AUC {history.areas[step]:.4f} of at most {history.best:.4f}")
 
 
-def _end(model: DLRM, test: Batch, history: History, bar: tqdm, data: ps.Samples) -> None:
+def _end(
+    model: DLRM, test: Batch, history: History, bar: tqdm, data: ps.Samples | ps.Files
+) -> None:
     """Measures the model that came out; with fewer trainers there were more steps."""
     last = len(history.losses)
     if last not in history.areas:
@@ -186,6 +201,8 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=positive, default=600, help="of each trainer (%(default)s)")
     add("--batch-size", type=positive, default=1024, help="of each trainer (%(default)s)")
     add("--test-size", type=positive, default=20_000, help="impressions to test with (%(default)s)")
+    add("--files", type=positive, help="pages in a file, of which a trainer reads whole ones; "
+        "default none, so that each page is given out by itself")  # fmt: skip
     add("--kill", action="store_true", help="kill trainer:1 and ps:1 on the way")
     return made
 
