@@ -111,6 +111,6 @@ class _Shadow:
 
 
 def _can_have_one(parameter: Any) -> bool:
-    """False for what torch refuses, and for what tells for itself where its elements are."""
+    """False for tensors that torch refuses, and for subclasses, which may hide their memory."""
     plain = type(parameter) in (torch.Tensor, Parameter)
     return plain and parameter.is_leaf and parameter.layout is torch.strided

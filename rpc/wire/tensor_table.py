@@ -540,7 +540,7 @@ def _unpack_tied(
 
 
 def _elements(whole: torch.Tensor, kind: InlineType) -> torch.Tensor:
-    """All of ``kind`` that are in the bytes ``whole``, but for what is left at its end."""
+    """The bytes ``whole`` as elements of ``kind``, without an incomplete one at the end."""
     left = whole.nbytes % kind.bits.itemsize
     return _reinterpret(whole[: whole.nbytes - left] if left else whole, kind)
 

@@ -420,7 +420,7 @@ class RequestSide:
     def close(self, seconds: float = SECONDS_TO_END) -> None:
         """Stops reading; joins every thread but the caller's.
 
-        Those that a handler holds for as many ``seconds`` are abandoned.
+        After ``seconds``, threads that handlers still hold are abandoned.
         """
         with self._lock:
             self._closed = True

@@ -186,11 +186,11 @@ class Servers:
 
 @dataclass(frozen=True, slots=True)
 class Majority:
-    """The votes of so many servers that these lives are over that no others can decide otherwise.
+    """Enough votes of servers that these lives are over; no others can then decide otherwise.
 
-    They are asked for when this is waited for: what was heard before may have been heard before
-    this server slept. They are those of the view that an ``Edit`` behind this changes. None are
-    needed if it names none of these lives, and this server coordinates.
+    The votes are asked for when this is waited for: earlier ones may have come before this
+    server slept. The voters are the servers of the view that an ``Edit`` behind this changes. No
+    votes are needed if that view names none of these lives, and this server coordinates.
     """
 
     suspects: frozenset[Server]

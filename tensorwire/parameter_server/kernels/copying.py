@@ -21,7 +21,7 @@ from tensorwire.parameter_server.kernels.arrays import Array
 from tensorwire.parameter_server.kernels.sharing import WORTH, divide
 
 STREAM_FROM: Final = 16 << 20
-"""Bytes from which a copy goes past the caches; of smaller ones the reader finds some there."""
+"""Copies of so many bytes or more go past the caches; smaller ones may still be read there."""
 
 Move = Callable[[int, int, int, int], None]
 """Copies elements: the number of their source, the first there, the first here, how many."""
