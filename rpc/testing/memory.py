@@ -70,6 +70,16 @@ class _Arrival:
     frame: Frame
 
 
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """A frame that waits while one of its two ends is frozen."""
+
+    source: MemoryTransport
+    end: MemoryTransport
+    arrival: _Arrival
+    delay: float
+
+
 _Event = _Arrival | _MemoryLink
 """An event at one end; a link stands for its loss."""
 
@@ -98,7 +108,7 @@ class MemoryHub:
         self._addresses = itertools.count()
         self._probers: dict[str, MemoryProber] = {}
         self._frozen: set[int] = set()
-        self._parked: list[tuple[MemoryTransport, MemoryTransport, _Arrival, float]] = []
+        self._parked: list[_Parked] = []
 
     def transport(self) -> MemoryTransport:
         """A new worker's end of this network."""
@@ -118,8 +128,8 @@ class MemoryHub:
         with self._lock:
             self._frozen.discard(worker_id)
             parked, self._parked = self._parked, []
-        for source, end, arrival, delay in parked:
-            self._carry(source, end, arrival, delay)
+        for each in parked:
+            self._carry(each.source, each.end, each.arrival, each.delay)
 
     def cut(self, worker_id: int, reason: str = "cut off by the test") -> None:
         """Makes a worker vanish, as a crash would.
@@ -148,8 +158,7 @@ class MemoryHub:
     def _detach(self, end: MemoryTransport) -> None:
         with self._lock:
             self._ends = {address: e for address, e in self._ends.items() if e is not end}
-            parked = [entry for entry in self._parked if end not in entry[:2]]
-            self._parked = parked
+            self._parked = [each for each in self._parked if end not in (each.source, each.end)]
 
     def _carry(
         self, source: MemoryTransport, end: MemoryTransport, arrival: _Arrival, delay: float
@@ -157,7 +166,7 @@ class MemoryHub:
         with self._lock:
             parked = not self._frozen.isdisjoint((source.worker_id, end.worker_id))
             if parked:
-                self._parked.append((source, end, arrival, delay))
+                self._parked.append(_Parked(source, end, arrival, delay))
         if not parked:
             end._accept(arrival, delay)
 

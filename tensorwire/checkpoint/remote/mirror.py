@@ -12,7 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
@@ -56,6 +56,15 @@ class Remote(Protocol):
         """Lets go of what it holds."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    """A version that came damaged, by its checksum, and the time until which it is not fetched."""
+
+    checksum: str
+    until: float
+    error: CheckpointError
+
+
 class Mirror:
     """A chain elsewhere as a source.
 
@@ -79,7 +88,7 @@ class Mirror:
             self._folder.mkdir(parents=True, exist_ok=True)
             finish = _locked(self._folder).close
         self._finish = weakref.finalize(self, finish)
-        self._damage: tuple[str, float, CheckpointError] | None = None
+        self._damage: _Damage | None = None
 
     def __str__(self) -> str:
         return str(self._remote)
@@ -104,16 +113,16 @@ class Mirror:
         return replace(told, folder=self._folder / folder_name(told.number, told.kind))
 
     def _fetch(self, version: Version, text: bytes) -> None:
-        if self._damage is not None and version.checksum == self._damage[0]:
-            if time.monotonic() < self._damage[1]:
-                raise self._damage[2]
+        if self._damage is not None and version.checksum == self._damage.checksum:
+            if time.monotonic() < self._damage.until:
+                raise self._damage.error
             self._damage = None
         try:
             if not self._has(version):
                 self._fetch_files(version, text)
         except DamagedCheckpointError as error:
-            again = time.monotonic() + _SECONDS_AFTER_DAMAGE
-            self._damage = version.checksum, again, error
+            until = time.monotonic() + _SECONDS_AFTER_DAMAGE
+            self._damage = _Damage(version.checksum, until, error)
             raise
 
     def _has(self, version: Version) -> bool:
