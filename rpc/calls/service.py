@@ -23,6 +23,7 @@ from torch.autograd import profiler
 from rpc.calls import packing
 from rpc.calls.extension_set import Scopes, leave, require_future
 from rpc.calls.handler_errors import print_traceback, tell_in_a_line, why_given_up
+from rpc.calls.suspension import Suspension
 from rpc.errors import (
     AgentClosedError,
     CallCancelledError,
@@ -378,26 +379,11 @@ class Service:
             go_on: called then.
             forget: undoes ``when_done``, if that can be.
         """
-        turn = [(self, go_on)]  # whoever takes it decides how this ends
-
-        def resume(done: Any) -> None:
-            with suppress(IndexError):
-                service, act = turn.pop()
-                service._stop = None  # it refers to the service
-                act(done)
-
-        def stop() -> None:
-            with suppress(IndexError):
-                service, _ = turn.pop()
-                service._stop = None
-                if forget is not None:
-                    forget(resume)
-                service.give_up()
-
-        self._stop = stop
-        when_done(resume)
+        suspension = Suspension(go_on, self.give_up, forget)
+        self._stop = suspension.stop
+        when_done(suspension.resume)
         if self.cancelled:
-            stop()
+            suspension.stop()
 
     def _settle(self, value: Callable[[], object], fail: Callable[[BaseException], None]) -> None:
         try:

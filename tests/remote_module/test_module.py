@@ -268,13 +268,25 @@ def test_a_remote_part_trains_like_a_local_one(agents: list[Agent]) -> None:
     torch.testing.assert_close(trained, local.state_dict())
 
 
+class Mapping:
+    """A transport that maps devices for worker 1 alone."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.host_moves: frozenset[tuple[int, bool]] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def device_map(self, to: int) -> dict[torch.device, torch.device]:
+        cpu = torch.device("cpu")
+        return {cpu: cpu} if to == 1 else {}
+
+
 def test_a_handle_knows_whether_its_makers_transport_maps_devices(
     agents: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpu = torch.device("cpu")
-    maps = {1: {cpu: cpu}, 2: {}}
-    monkeypatch.setattr(agents[0].transport, "host_moves", frozenset(), raising=False)
-    monkeypatch.setattr(agents[0].transport, "device_map", maps.__getitem__, raising=False)
+    monkeypatch.setattr(agents[0], "transport", Mapping(agents[0].transport))
     mapped, unmapped = RemoteModule("rank:1", Echo, (1,)), RemoteModule("third", Echo, (1,))
     assert (mapped.is_device_map_set, unmapped.is_device_map_set) == (True, False)
     assert rpc.rpc_sync("third", same, (mapped,)).is_device_map_set is True

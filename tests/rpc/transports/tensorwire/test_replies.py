@@ -30,10 +30,15 @@ SECONDS = 20.0
 class Side:
     """A reply side with one channel, whose other end the test writes to."""
 
-    def __init__(self, *outstanding: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        *outstanding: Callable[[], int],
+        reading: Callable[[socket.socket], socket.socket] = lambda sock: sock,
+    ) -> None:
         self.replies = ReplySide("test-replies", DEFAULT_BUSY_POLL_SEC, *outstanding)
         self.replies.start()
-        self.mine, self.other = socket.socketpair()
+        mine, self.other = socket.socketpair()
+        self.mine = reading(mine)
         self.mine.setblocking(False)
         link = Link(
             Resources(Budget(0), ReceiveBuffers(0), 1 << 30, CopyThreads("test", 0), 0.0),
@@ -115,28 +120,31 @@ def test_replies_are_read_when_nobody_waits(side: Side) -> None:
     assert threading.get_ident() not in side.arrived.values()
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("error", [MemoryError("nothing is left"), SystemExit("not for this")])
+class Failing(socket.socket):
+    """Fails when it is read, as code that reads it may, as long as there are errors."""
+
+    def __init__(self, sock: socket.socket, errors: list[BaseException]) -> None:
+        super().__init__(fileno=sock.detach())
+        self.errors = errors
+
+    def recv(self, *arguments: int) -> bytes:
+        if self.errors:
+            raise self.errors.pop()
+        return super().recv(*arguments)
+
+
+@pytest.mark.parametrize("error", [RecursionError("too deep"), SystemExit("not for this")])
 def test_a_channel_that_fails_does_not_end_the_reading(
-    side: Side,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: BaseException,
+    caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
-    read, failed = MainReader.read, list[int]()
-
-    def fail_at_first(reader: MainReader) -> list[Frame]:
-        if len(failed) < 2:
-            failed.append(threading.get_ident())
-            raise error
-        return read(reader)
-
-    monkeypatch.setattr(MainReader, "read", fail_at_first)
+    errors = [error] * 2
+    side = Side(reading=lambda sock: Failing(sock, errors))
     side.reply(1)
-    until(lambda: len(failed) == 2)
+    until(lambda: not errors)
     side.reply(2)
     side.block(1)
     side.block(2)
+    side.close()
     assert str(error) in caplog.text
 
 

@@ -7,12 +7,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
+from rpc.transports.base import Frame, FrameKind
+from rpc.transports.host.copying import CopyThreads
+from rpc.transports.host.segments import Budget
 from rpc.transports.tensorwire.channel import Sender, Unsent
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap
+from rpc.transports.tensorwire.framing import pack_fixed
+from rpc.transports.tensorwire.link import Link, Resources
+from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
+from rpc.transports.tensorwire.replies import ChannelEvents
 from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.turns import Turns
 from tests.waiting import until
@@ -196,59 +204,52 @@ def test_a_sweep_that_raises_does_not_take_the_baton_along(
     assert "nothing is left" in caplog.text
 
 
-class ClosedWhileRead:
-    """Reads from a socket that another thread removes and closes at that moment."""
+class ClosedWhileRead(socket.socket):
+    """Is closed by another thread at the moment at which it is read."""
 
-    over = ""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    def read(self) -> list[object]:
-        self._sock.close()
-        self.over = "it was closed"
-        return []
+    def recv(self, *_: int) -> bytes:
+        self.close()
+        return b""
 
 
-@pytest.mark.interpreted
+def reader_of(sock: socket.socket) -> MainReader:
+    buffers = ReceiveBuffers(0)
+    resources = Resources(Budget(0), buffers, 1 << 30, CopyThreads("test", 0), 0.0)
+    link = Link(resources, "peer", PeerDeviceMap("peer", {}), same_host=False)
+    sender = Sender(sock, link.unsent, lambda _: None)
+    return MainReader(sock, link, 1 << 30, buffers, sender, lambda _: None)
+
+
 def test_a_socket_that_is_closed_while_it_is_read_holds_up_no_other(side: Side) -> None:
-    mine, other = socket.socketpair()
+    near, other = socket.socketpair()
+    mine = ClosedWhileRead(fileno=near.detach())
     ended: list[str] = []
-    events = SimpleNamespace(ended=ended.append)
-    side.requests.add_main(mine, ClosedWhileRead(mine), events)  # type: ignore[arg-type]
+    events = ChannelEvents(lambda _: None, lambda: None, ended.append)
+    side.requests.add_main(mine, reader_of(mine), events)
     other.close()
-    until(lambda: ended == ["it was closed"])
+    until(lambda: ended == ["the connection was closed by the other end"])
 
 
-class OneFrameAByte:
-    """Reads from a socket; each byte stands for a frame."""
-
-    over = ""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    def read(self) -> list[int]:
-        return [*self._sock.recv(64)]
-
-
-@pytest.mark.interpreted
 def test_callers_that_crowd_the_cores_are_served_by_turns() -> None:
     requests = RequestSide("test", lambda: None, 0.0, Turns(2, seconds=60.0))
     served: list[int] = []
     pairs = [socket.socketpair() for _ in range(5)]
 
     def add(caller: int, near: socket.socket, far: socket.socket) -> None:
-        def deliver(_: object) -> None:
+        def send(number: int) -> None:
+            far.send(pack_fixed(FrameKind.REQUEST, 1, number, 0, 0, 0))
+
+        def deliver(_: Frame) -> None:
             served.append(caller)
             if served.count(caller) < 3:
-                far.send(b"x")
+                send(served.count(caller))
 
-        events = SimpleNamespace(deliver=deliver)
-        requests.add_main(near, OneFrameAByte(near), events)  # type: ignore[arg-type]
-        far.send(b"x")
+        events = ChannelEvents(deliver, lambda: None, lambda _: None)
+        requests.add_main(near, reader_of(near), events)
+        send(0)
 
     for caller, (near, far) in enumerate(pairs):
+        near.setblocking(False)
         add(caller, near, far)
     requests.start()
     until(lambda: len(served) == 15)
