@@ -71,9 +71,9 @@ class Rules:
                 raise Broken(f"view {view.number} begins anew, and what was trained is lost")
         elif view.epoch == self.game.view.epoch:
             self.check_removed(view)
-        healthy = [p for p in self.game.servers if self.game.is_healthy(p)]
-        if sum(views.names(self.game.view, each.life) for each in healthy) == 0:
-            return  # the last server has nobody to ask
+        healthy = {p.life for p in self.game.servers if self.game.is_healthy(p)}
+        if not healthy & views.servers_of(self.game.view):
+            return  # the last server has nobody to ask: a coordinator that is none has no vote
         left = {each.number for each in view.left if each.begin is not None}
         self.game.left |= {t.client for t in self.game.view.trainers if t.number in left}
         for each in set(self.game.view.trainers) - set(view.trainers):

@@ -32,6 +32,10 @@ _LEASES_THAT_BROKE = {
 }
 
 
+def test_a_server_that_alone_has_a_vote_and_slept_goes_on_without_a_trainer() -> None:
+    check_games([328], draw_plan_with_samples)
+
+
 @pytest.mark.parametrize("seeds", _LEASES_THAT_BROKE.values(), ids=_LEASES_THAT_BROKE)
 def test_what_broke_a_game_once_breaks_none(seeds: tuple[int, ...]) -> None:
     check_games(seeds, draw_plan_with_leases)
