@@ -242,7 +242,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             GradientError: gradients are not finite; see ``NanPolicy``.
-            RolledBack: see there; the parameters are as in that snapshot.
+            RolledBack: see there; :meth:`reload` gets the parameters of that snapshot.
         """
         loss = None
         if closure is not None:
