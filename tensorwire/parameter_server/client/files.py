@@ -72,8 +72,8 @@ class Files(Counted):
         Yields this trainer's batches until all files are trained, those of trainers that died
         included, from where the last push that is part of the state has left off. While others
         have files and this trainer has none it makes empty steps. After ``RolledBack``, which
-        ``optimizer.step()`` raises, go on with the loop: it yields what is not trained from there
-        on.
+        ``optimizer.step()`` raises, go on with the loop: it gets the dense parameters as they were
+        there, and yields what is not trained from there on.
 
         Args:
             loader: a ``DataLoader`` of an ``IterableDataset`` that iterates over this and says

@@ -84,8 +84,8 @@ class Samples(Counted, Sampler[list[int]]):
 
         Yields this trainer's batches until all samples are trained, those of trainers that died
         included. While others have batches and this trainer has none it makes empty steps. After
-        ``RolledBack``, which ``optimizer.step()`` raises, go on with the loop: it yields what is
-        not trained from there on.
+        ``RolledBack``, which ``optimizer.step()`` raises, go on with the loop: it gets the
+        dense parameters as they were there, and yields what is not trained from there on.
 
         Args:
             loader: a ``DataLoader`` whose ``batch_sampler`` this is.

@@ -240,6 +240,8 @@ class Tracked(ABC):
         """Begins a turn as soon as there is one for this trainer; False if all is trained."""
         while not self._waits_for_a_push():
             try:
+                if self._turn and self._assigned.went_back:
+                    self._cluster.reload()
                 is_done = self._look()
                 if self._fill():
                     return True

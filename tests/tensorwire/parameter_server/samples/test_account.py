@@ -118,7 +118,6 @@ class TestSeveralTrainers:
                             hub.cut(1)
                     except ps.RolledBack as error:
                         del it.batches[error.step :]
-                        optimizer.reload()
                     optimizer.zero_grad()
                 weight = model.weight.detach().clone()
                 return it.cluster.number, it.batches, weight, it.cluster.session.rollbacks
