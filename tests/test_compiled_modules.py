@@ -59,6 +59,17 @@ def _leaving(node: ast.AST, guarded: bool, loop_is_guarded: bool) -> Iterator[in
             yield from _leaving(child, guarded, loop_is_guarded)
 
 
+def _cycles(tree: ast.AST) -> Iterator[int]:
+    """The lines of functions inside a function that refer to one of these, maybe themselves."""
+    for outer in (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)):
+        inner = [n for n in ast.walk(outer) if isinstance(n, _FUNCTIONS) and n is not outer]
+        names = {each.name for each in inner if not isinstance(each, ast.Lambda)}
+        for each in inner:
+            used = {node.id for node in ast.walk(each) if isinstance(node, ast.Name)}
+            if names & used:
+                yield each.lineno
+
+
 @functools.cache
 def _names_of_compiled_classes() -> dict[str, set[str]]:
     modules = {path.removesuffix(".py").replace("/", "."): path for path in _COMPILED}
@@ -87,6 +98,11 @@ def test_the_list_names_each_module_once() -> None:
 
 def test_no_loop_is_left_through_a_finally_or_with() -> None:
     found = {path: [*_leaving(_tree(path), False, False)] for path in _COMPILED}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_no_functions_inside_one_refer_to_each_other() -> None:
+    found = {path: [*_cycles(_tree(path))] for path in _COMPILED}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
@@ -131,6 +147,19 @@ def test_no_other_class_inherits_from_a_compiled_one() -> None:
 )
 def test_what_leaves_a_loop_is_found(source: str, lines: list[int]) -> None:
     assert [*_leaving(ast.parse(source), False, False)] == lines
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("def f():\n  def g(): pass\n  def h(): g()\n  return h", [3]),
+        ("def f():\n  def g(): pass\n  return lambda: g", [3]),
+        ("def f():\n  def g(): return g\n  return g", [2]),
+        ("def f():\n  def g(): pass\n  def h(): pass\n  return g, h", []),
+    ],
+)
+def test_functions_that_refer_to_each_other_are_found(source: str, lines: list[int]) -> None:
+    assert [*_cycles(ast.parse(source))] == lines
 
 
 @pytest.fixture

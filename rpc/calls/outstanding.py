@@ -98,8 +98,7 @@ class OutstandingCalls:
             else:
                 call.add_done_callback(lambda done: future.complete_from(done.value))
 
-        completions = self._shared.completions
-        self._shared.references.do_later(lambda: completions.submit(begin))
+        self._shared.references.do_later(partial(self._shared.completions.submit, begin))
         return future
 
     # --- Giving up
