@@ -225,7 +225,7 @@ class Caller(OutstandingCalls):
             return self.retries.future(
                 RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
             )
-        whom: object = to.name if isinstance(to, WorkerInfo) else to  # also what it may not be
+        whom = getattr(to, "name", to)  # also of what is no destination, as is said below
         future = self.future(f"the call of {method_name(func, args or ())} on {whom}")
         sink = FutureSink(future, self._shared.completions)
         try:
