@@ -18,7 +18,7 @@ from tensorwire.parameter_server.client.distinct import distinct
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Wire
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.storage.table import Part, Table
+from tensorwire.parameter_server.storage.table import Part, TableShard
 
 _PIECE = 1 << 18
 
@@ -79,7 +79,7 @@ def floors(case: Case, rank: int, meeting: str) -> Step | None:
         return None
     k = kernels()
     rule = ps.RowwiseAdagrad(LR, EPS)
-    table = Table(
+    table = TableShard(
         TableSpec("items", case.dim, rule, ps.Constant(), None, None, ps.Precision.FLOAT32, Wire()),
         k,
     )

@@ -20,7 +20,7 @@ from tensorwire.parameter_server.client.distinct import distinct, distinct_many
 from tensorwire.parameter_server.client.embedding import (
     MODES,
     Lookup,
-    Rows,
+    LookupTable,
     in_order,
     version_of,
 )
@@ -42,7 +42,7 @@ class _Source(Protocol):
     def rows(self) -> _Fetcher: ...
 
 
-class TableRows(Rows, Protocol):
+class CollectionTable(LookupTable, Protocol):
     """The part of a table that collections need: a cluster's, or one that is followed."""
 
     order: str
@@ -66,7 +66,7 @@ class Feature:
         weighted: whether each id has a factor; only with ``mode="sum"``. Default False.
     """
 
-    table: TableRows
+    table: CollectionTable
     mode: str | None = None
     weighted: bool = False
 
@@ -134,7 +134,7 @@ class _Group:
     """
 
     features: tuple[int, ...]
-    tables: tuple[TableRows, ...]
+    tables: tuple[CollectionTable, ...]
     counts: tuple[int, ...]
 
 
@@ -170,7 +170,7 @@ class _Batch:
 class _Collection(Lookup):
     """The base of both collections."""
 
-    def __init__(self, features: Mapping[str, TableRows | Feature], mode: str) -> None:
+    def __init__(self, features: Mapping[str, CollectionTable | Feature], mode: str) -> None:
         super().__init__()
         where = type(self).__name__
         if not isinstance(features, Mapping) or not features:
@@ -268,7 +268,7 @@ def _version(tensor: object) -> object:
     return tensor
 
 
-def _feature(where: str, name: str, value: TableRows | Feature, mode: str) -> Feature:
+def _feature(where: str, name: str, value: CollectionTable | Feature, mode: str) -> Feature:
     """A feature with a mode of its own."""
     feature = value if isinstance(value, Feature) else Feature(value)
     if not isinstance(name, str):
@@ -333,7 +333,9 @@ class EmbeddingBagCollection(_Collection):
         found.values()                            # (2, users.dim + items.dim)
     """
 
-    def __init__(self, features: Mapping[str, TableRows | Feature], mode: str = "sum") -> None:
+    def __init__(
+        self, features: Mapping[str, CollectionTable | Feature], mode: str = "sum"
+    ) -> None:
         super().__init__(features, mode)
         self._modes = [each.mode for each in self.features.values()]
         dims = [each.table.dim for each in self.features.values()]
@@ -466,7 +468,7 @@ class EmbeddingCollection(_Collection):
         found["title"]                            # (1, 3, dim)
     """
 
-    def __init__(self, features: Mapping[str, TableRows | Feature]) -> None:
+    def __init__(self, features: Mapping[str, CollectionTable | Feature]) -> None:
         super().__init__(features, "sum")
         for name, each in features.items():
             if isinstance(each, Feature) and (each.weighted or each.mode is not None):

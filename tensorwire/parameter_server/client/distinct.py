@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.kernels.arrays import Slots
+from tensorwire.parameter_server.kernels.arrays import Pairs
 
 
 class _Scratch(threading.local):
@@ -20,17 +20,17 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._table = _empty(0)
 
-    def of(self, count: int) -> Slots:
+    def of(self, count: int) -> Pairs:
         """Room for so many ids."""
         if len(self._table) < 2 * count:
             self._table = _empty(2 * count)
         return self._table[: max(2 * count, 2)]
 
 
-def _empty(size: int) -> Slots:
-    table: Slots = np.empty((max(size, 2), 2), np.int64)
-    table[:, 1] = -1
-    return table
+def _empty(size: int) -> Pairs:
+    pairs: Pairs = np.empty((max(size, 2), 2), np.int64)
+    pairs[:, 1] = -1
+    return pairs
 
 
 _scratch = _Scratch()

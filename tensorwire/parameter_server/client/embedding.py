@@ -29,7 +29,7 @@ KNOWN: Final = 3
 """Batches whose ids may be known before they are looked up: this one, and two more."""
 
 
-class Rows(Protocol):
+class LookupTable(Protocol):
     """The part of a table that modules need."""
 
     name: str
@@ -127,7 +127,7 @@ class _Module(Lookup):
 
     _is_ordered = False
 
-    def __init__(self, table: Rows, padding_idx: int | None) -> None:
+    def __init__(self, table: LookupTable, padding_idx: int | None) -> None:
         super().__init__()
         if not hasattr(table, "gradient"):
             raise TypeError(
@@ -180,7 +180,7 @@ class _Module(Lookup):
         return packed(f"table {self.table.name!r}", ids).values() if ids.is_nested else ids
 
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Rows, the place of each id among them, and the place of padding."""
+        """LookupTable, the place of each id among them, and the place of padding."""
         self.require_no_transform()
         wanted = self._take_unique(ids)
         rows = to_device(self.table.fetch(wanted.unique), ids.device)
@@ -248,7 +248,7 @@ class Embedding(_Module):
         vectors = words(torch.tensor([[3, 1 << 40], [3, -7]]))          # (2, 2, 64)
     """
 
-    def __init__(self, table: Rows, padding_idx: int | None = None) -> None:
+    def __init__(self, table: LookupTable, padding_idx: int | None = None) -> None:
         super().__init__(table, padding_idx)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ class EmbeddingBag(_Module):
 
     def __init__(
         self,
-        table: Rows,
+        table: LookupTable,
         mode: str = "mean",
         include_last_offset: bool = False,
         padding_idx: int | None = None,
@@ -353,8 +353,8 @@ class EmbeddingBag(_Module):
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
-def tables_of(model: nn.Module) -> list[Rows]:
+def tables_of(model: nn.Module) -> list[LookupTable]:
     """The tables that the modules of a model look rows up in, each once."""
     modules = [each for each in model.modules() if isinstance(each, Lookup)]
-    every: Sequence[Rows] = [table for each in modules for table in each.tables]
+    every: Sequence[LookupTable] = [table for each in modules for table in each.tables]
     return list({id(table): table for table in every}.values())

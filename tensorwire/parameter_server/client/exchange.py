@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tensorwire.parameter_server.client.splitting import RowGradients, Split, WholeDense
     from tensorwire.parameter_server.decisions.samples import Batches
     from tensorwire.parameter_server.decisions.views import Server
-    from tensorwire.parameter_server.messaging.messages import DensePush, Rows, TableIds
+    from tensorwire.parameter_server.messaging.messages import DensePush, PullReply, TableIds
 
 
 Outcome = TypeVar("Outcome")
@@ -193,7 +193,7 @@ class PendingPull:
         self.slots: tuple[int, ...] = ()
         self.splits: list[Split] = []
         self.missing: set[int] = set()
-        self.answers: dict[int, Rows] = {}
+        self.answers: dict[int, PullReply] = {}
         self.error: Exception | None = None
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tensorwire.parameter_server.client.exchange import UNDER_WAY, UNKNOWN, ShardChanges
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.kernels.arrays import Bools, Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Bools, Floats, Ints, Pairs
 from tensorwire.parameter_server.messaging.messages import TableIds
 from tensorwire.parameter_server.rows.memory import Column
 
@@ -74,7 +74,7 @@ class KeptRows:
 
     def _distinct(self, ids: Ints, totals: Ints) -> tuple[Ints, Ints, Ints]:
         """The different ids of each table, where each id is among them, and how many there are."""
-        scratch: Slots = np.empty((max(2 * int(totals.max()), 2), 2), np.int64)
+        scratch: Pairs = np.empty((max(2 * int(totals.max()), 2), 2), np.int64)
         scratch[:, 1] = -1
         unique, inverse = np.empty_like(ids), np.empty_like(ids)
         counts = np.empty(len(totals), np.int64)

@@ -346,7 +346,7 @@ class Session:
 
             def replied(reply: object) -> None:
                 self._slow.answered(head.name, time.perf_counter() - begin)
-                if isinstance(reply, messages.Rows | messages.Accepted) and reply.room >= 0:
+                if isinstance(reply, messages.PullReply | messages.Accepted) and reply.room >= 0:
                     self._room.told(shard, head, reply.room)
                 answer = reply if self._may_speak_for(shard, head, reply) else NotHead()
                 self._replied(shard, number, epoch, asked, answer)
@@ -362,9 +362,9 @@ class Session:
             if self._failure is not None:
                 return
             self._note_reached(shard, reply is not LOST and not isinstance(reply, _NOBODY))
-            if isinstance(reply, messages.Rows | messages.Accepted) and self.view.shard(shard):
+            if isinstance(reply, messages.PullReply | messages.Accepted) and self.view.shard(shard):
                 self.deals = max(self.deals, reply.deals)
-            if isinstance(reply, messages.Rows):
+            if isinstance(reply, messages.PullReply):
                 self._again.answered()
                 self._kept.safe(shard, reply.safe)
                 if asked is not None and asked.epoch == epoch:
@@ -413,7 +413,7 @@ class Session:
         if described is None:
             return True
         is_old = (
-            isinstance(reply, messages.Rows | messages.Accepted)
+            isinstance(reply, messages.PullReply | messages.Accepted)
             and reply.version < described.version
         )
         return described.chain[:1] in ((server,), ()) and not is_old

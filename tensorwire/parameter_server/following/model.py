@@ -189,7 +189,7 @@ class FollowedTable:
         return self.cluster.view().fetch(TableIds((self.name,), (len(ids),), ids))
 
 
-class _Rows:
+class _Fetcher:
     """Fetches rows for collections, as a cluster's ``rows`` does."""
 
     def __init__(self, model: FollowedModel) -> None:
@@ -217,7 +217,7 @@ class FollowedModel(Followed[Content]):
         self._view: contextvars.ContextVar[FollowedView | None] = contextvars.ContextVar(
             "view", default=None
         )
-        self.rows = _Rows(self)
+        self.rows = _Fetcher(self)
 
     def __repr__(self) -> str:
         version = self._follower.held.version

@@ -11,7 +11,7 @@ from tensorwire.parameter_server.opaque import Untyped
 
 Ints: TypeAlias = NDArray[np.int64]
 """Ids, or numbers of rows."""
-Slots: TypeAlias = NDArray[np.int64]
+Pairs: TypeAlias = NDArray[np.int64]
 """An index: pairs of an id and its row, -1 where there is none."""
 Floats: TypeAlias = NDArray[np.float32]
 """Rows of numbers."""

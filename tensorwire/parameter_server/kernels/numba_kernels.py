@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from tensorwire.parameter_server.kernels import numba_updates
-from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Halves, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Halves, Ints, Pairs
 from tensorwire.parameter_server.kernels.numba_basis import (
     AHEAD,
     LINE,
@@ -51,95 +51,95 @@ UPDATES: Final = numba_updates
 
 
 @compiled
-def find(table: Slots, ids: Ints, rows: Ints) -> None:
+def find(pairs: Pairs, ids: Ints, rows: Ints) -> None:
     """Looks ids up; -1 for those that are not there."""
-    capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
+    capacity, last = np.uint64(pairs.shape[0]), pairs.shape[0] - 1
     homes = np.empty(32, np.int64)
     for begin in range(0, len(ids), 32):
         count = min(32, len(ids) - begin)
         for k in range(count):
             homes[k] = home_of(ids[begin + k], capacity)
-            prefetch(table, homes[k], 0)
+            prefetch(pairs, homes[k], 0)
         for k in range(count):
             at, identity = homes[k], ids[begin + k]
-            while table[at, 1] != -1 and table[at, 0] != identity:
+            while pairs[at, 1] != -1 and pairs[at, 0] != identity:
                 at = at + 1 if at < last else 0
-            rows[begin + k] = table[at, 1]
+            rows[begin + k] = pairs[at, 1]
 
 
 @compiled
-def upsert(table: Slots, ids: Ints, rows: Ints, following: int) -> int:
+def upsert(pairs: Pairs, ids: Ints, rows: Ints, following: int) -> int:
     """Looks ids up; those that are not there get the rows from ``following`` on, in order."""
-    capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
+    capacity, last = np.uint64(pairs.shape[0]), pairs.shape[0] - 1
     homes = np.empty(32, np.int64)
     for begin in range(0, len(ids), 32):
         count = min(32, len(ids) - begin)
         for k in range(count):
             homes[k] = home_of(ids[begin + k], capacity)
-            prefetch(table, homes[k], 0)
+            prefetch(pairs, homes[k], 0)
         for k in range(count):
             at, identity = homes[k], ids[begin + k]
-            while table[at, 1] != -1 and table[at, 0] != identity:
+            while pairs[at, 1] != -1 and pairs[at, 0] != identity:
                 at = at + 1 if at < last else 0
-            if table[at, 1] == -1:
-                table[at, 0] = identity
-                table[at, 1] = following
+            if pairs[at, 1] == -1:
+                pairs[at, 0] = identity
+                pairs[at, 1] = following
                 following += 1
-            rows[begin + k] = table[at, 1]
+            rows[begin + k] = pairs[at, 1]
     return following
 
 
 @compiled
-def rehash(old: Slots, table: Slots) -> None:
+def rehash(old: Pairs, pairs: Pairs) -> None:
     """Enters everything into a larger table, which is empty."""
-    capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
+    capacity, last = np.uint64(pairs.shape[0]), pairs.shape[0] - 1
     for k in range(old.shape[0]):
         if old[k, 1] != -1:
             at = home_of(old[k, 0], capacity)
-            while table[at, 1] != -1:
+            while pairs[at, 1] != -1:
                 at = at + 1 if at < last else 0
-            table[at, 0] = old[k, 0]
-            table[at, 1] = old[k, 1]
+            pairs[at, 0] = old[k, 0]
+            pairs[at, 1] = old[k, 1]
 
 
 @compiled
-def set_rows(table: Slots, ids: Ints, rows: Ints) -> None:
+def set_rows(pairs: Pairs, ids: Ints, rows: Ints) -> None:
     """Changes the rows of ids that the table has."""
-    capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
+    capacity, last = np.uint64(pairs.shape[0]), pairs.shape[0] - 1
     for k in range(len(ids)):
         at = home_of(ids[k], capacity)
-        while table[at, 0] != ids[k] or table[at, 1] == -1:
+        while pairs[at, 0] != ids[k] or pairs[at, 1] == -1:
             at = at + 1 if at < last else 0
-        table[at, 1] = rows[k]
+        pairs[at, 1] = rows[k]
 
 
 @compiled
-def remove(table: Slots, ids: Ints) -> None:
+def remove(pairs: Pairs, ids: Ints) -> None:
     """Takes ids out that are there; what was moved on because of them moves back."""
-    size = table.shape[0]
+    size = pairs.shape[0]
     capacity, last = np.uint64(size), size - 1
     for k in range(len(ids)):
         at = home_of(ids[k], capacity)
-        while table[at, 0] != ids[k] or table[at, 1] == -1:
+        while pairs[at, 0] != ids[k] or pairs[at, 1] == -1:
             at = at + 1 if at < last else 0
         hole = at
         while True:
             at = at + 1 if at < last else 0
-            if table[at, 1] == -1:
+            if pairs[at, 1] == -1:
                 break
-            home = home_of(table[at, 0], capacity)
+            home = home_of(pairs[at, 0], capacity)
             if (at - home + size) % size >= (at - hole + size) % size:
-                table[hole, 0] = table[at, 0]
-                table[hole, 1] = table[at, 1]
+                pairs[hole, 0] = pairs[at, 0]
+                pairs[hole, 1] = pairs[at, 1]
                 hole = at
-        table[hole, 1] = -1
+        pairs[hole, 1] = -1
 
 
 # --- batches of ids
 
 
 @compiled
-def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
+def dedup(scratch: Pairs, ids: Ints, unique: Ints, inverse: Ints) -> int:
     """Finds the different ids, in the order in which they come, and where each one is.
 
     Args:

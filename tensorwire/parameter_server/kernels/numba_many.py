@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Ints, Pairs
 from tensorwire.parameter_server.kernels.numba_basis import (
     AHEAD,
     LINE,
@@ -88,7 +88,7 @@ def gather_many(columns: Ints, rows: Ints, ends: Ints, begin: int, end: int, out
 
 @compiled
 def dedup_many(
-    scratch: Slots, ids: Ints, ends: Ints, unique: Ints, inverse: Ints, counts: Ints
+    scratch: Pairs, ids: Ints, ends: Ints, unique: Ints, inverse: Ints, counts: Ints
 ) -> int:
     """Finds the different ids of each table, in the order in which they come.
 

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Halves, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Halves, Ints, Pairs
 from tensorwire.parameter_server.opaque import Untyped
 
 _MULTIPLIER: Final = np.uint64(0xD6E8FEB86659FD93)
@@ -44,83 +44,83 @@ def _random(state: Untyped) -> Untyped:
         return mixed ^ (mixed >> _u(31))
 
 
-def _homes(table: Slots, ids: Ints) -> Untyped:
-    return (((_mix(ids) & _LOW) * _u(table.shape[0])) >> _u(32)).astype(np.int64)
+def _homes(pairs: Pairs, ids: Ints) -> Untyped:
+    return (((_mix(ids) & _LOW) * _u(pairs.shape[0])) >> _u(32)).astype(np.int64)
 
 
 # --- index
 
 
-def find(table: Slots, ids: Ints, rows: Ints) -> None:
+def find(pairs: Pairs, ids: Ints, rows: Ints) -> None:
     """Looks ids up; -1 for those that are not there."""
     rows[:] = -1
-    at, left = _homes(table, ids), np.arange(len(ids))
+    at, left = _homes(pairs, ids), np.arange(len(ids))
     while len(left):
-        keys, entries = table[at, 0], table[at, 1]
+        keys, entries = pairs[at, 0], pairs[at, 1]
         hit = (entries != -1) & (keys == ids[left])
         rows[left[hit]] = entries[hit]
         on = (entries != -1) & ~hit
-        left, at = left[on], (at[on] + 1) % table.shape[0]
+        left, at = left[on], (at[on] + 1) % pairs.shape[0]
 
 
-def upsert(table: Slots, ids: Ints, rows: Ints, following: int) -> int:
+def upsert(pairs: Pairs, ids: Ints, rows: Ints, following: int) -> int:
     """Looks ids up; those that are not there get the rows from ``following`` on, in order."""
-    find(table, ids, rows)
+    find(pairs, ids, rows)
     missing = rows == -1
     new, first, inverse = np.unique(ids[missing], return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     number = np.empty(len(new), np.int64)
     number[order] = np.arange(following, following + len(new))
     rows[missing] = number[inverse.reshape(-1)]
-    _enter(table, new, number)
+    _enter(pairs, new, number)
     return following + len(new)
 
 
-def _enter(table: Slots, ids: Ints, rows: Ints) -> None:
+def _enter(pairs: Pairs, ids: Ints, rows: Ints) -> None:
     """Enters ids that are not there; of those that want one place, the last one gets it."""
-    at, left = _homes(table, ids), np.arange(len(ids))
+    at, left = _homes(pairs, ids), np.arange(len(ids))
     while len(left):
-        free = table[at, 1] == -1
-        table[at[free], 0] = ids[left[free]]
-        table[at[free], 1] = rows[left[free]]
-        placed = free & (table[at, 0] == ids[left])
-        left, at = left[~placed], (at[~placed] + 1) % table.shape[0]
+        free = pairs[at, 1] == -1
+        pairs[at[free], 0] = ids[left[free]]
+        pairs[at[free], 1] = rows[left[free]]
+        placed = free & (pairs[at, 0] == ids[left])
+        left, at = left[~placed], (at[~placed] + 1) % pairs.shape[0]
 
 
-def rehash(old: Slots, table: Slots) -> None:
+def rehash(old: Pairs, pairs: Pairs) -> None:
     """Enters everything into a larger table, which is empty."""
     kept = old[old[:, 1] != -1]
-    _enter(table, kept[:, 0].copy(), kept[:, 1].copy())
+    _enter(pairs, kept[:, 0].copy(), kept[:, 1].copy())
 
 
-def _places(table: Slots, ids: Ints) -> Untyped:
+def _places(pairs: Pairs, ids: Ints) -> Untyped:
     """The places of ids that are there."""
     places = np.empty(len(ids), np.int64)
-    at, left = _homes(table, ids), np.arange(len(ids))
+    at, left = _homes(pairs, ids), np.arange(len(ids))
     while len(left):
-        hit = (table[at, 1] != -1) & (table[at, 0] == ids[left])
+        hit = (pairs[at, 1] != -1) & (pairs[at, 0] == ids[left])
         places[left[hit]] = at[hit]
-        left, at = left[~hit], (at[~hit] + 1) % table.shape[0]
+        left, at = left[~hit], (at[~hit] + 1) % pairs.shape[0]
     return places
 
 
-def set_rows(table: Slots, ids: Ints, rows: Ints) -> None:
+def set_rows(pairs: Pairs, ids: Ints, rows: Ints) -> None:
     """Changes the rows of ids that the table has."""
-    table[_places(table, ids), 1] = rows
+    pairs[_places(pairs, ids), 1] = rows
 
 
-def remove(table: Slots, ids: Ints) -> None:
+def remove(pairs: Pairs, ids: Ints) -> None:
     """Takes ids out that are there."""
-    table[_places(table, ids), 1] = -1
-    kept = table[table[:, 1] != -1]
-    table[:, 1] = -1
-    _enter(table, kept[:, 0].copy(), kept[:, 1].copy())
+    pairs[_places(pairs, ids), 1] = -1
+    kept = pairs[pairs[:, 1] != -1]
+    pairs[:, 1] = -1
+    _enter(pairs, kept[:, 0].copy(), kept[:, 1].copy())
 
 
 # --- batches of ids
 
 
-def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
+def dedup(scratch: Pairs, ids: Ints, unique: Ints, inverse: Ints) -> int:
     """Finds the different ids, in the order in which they come, and where each one is."""
     distinct, first, where = np.unique(ids, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
@@ -132,7 +132,7 @@ def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
 
 
 def dedup_many(
-    scratch: Slots, ids: Ints, ends: Ints, unique: Ints, inverse: Ints, counts: Ints
+    scratch: Pairs, ids: Ints, ends: Ints, unique: Ints, inverse: Ints, counts: Ints
 ) -> int:
     """Finds the different ids of each table, in the order in which they come."""
     start = total = 0

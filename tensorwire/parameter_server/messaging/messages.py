@@ -167,7 +167,7 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PullReply:
     """The answer to a pull.
 
     Args:
@@ -200,8 +200,8 @@ class Accepted:
 
     Args:
         safe: how many.
-        version: as in :class:`Rows`.
-        room: as in :class:`Rows`.
+        version: as in :class:`PullReply`.
+        room: as in :class:`PullReply`.
         deals: likewise.
     """
 
@@ -236,7 +236,7 @@ class Unread:
 
     Args:
         text: why.
-        safe: as in :class:`Rows`.
+        safe: as in :class:`PullReply`.
     """
 
     text: str
@@ -250,7 +250,7 @@ class Broken:
     text: str
 
 
-Reply = Rows | Accepted | Denied | Elsewhere | Full | Unread | Broken
+Reply = PullReply | Accepted | Denied | Elsewhere | Full | Unread | Broken
 
 # --- among servers, and from clients to the coordinator
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from tensorwire.parameter_server.kernels.arrays import Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Ints, Pairs
 from tensorwire.parameter_server.kernels.sharing import divide
 
 _FIRST: Final = 1024
@@ -35,10 +35,10 @@ class Index:
         self._take(_empty(_FIRST))
         self.count = 0
 
-    def _take(self, table: Slots) -> None:
-        self._table = table
-        self.address: int = table.__array_interface__["data"][0]
-        self.size = len(table)
+    def _take(self, pairs: Pairs) -> None:
+        self._table = pairs
+        self.address: int = pairs.__array_interface__["data"][0]
+        self.size = len(pairs)
 
     @property
     def bytes(self) -> int:
@@ -108,7 +108,7 @@ class Index:
             self._rehash(size)
 
 
-def _empty(size: int) -> Slots:
+def _empty(size: int) -> Pairs:
     table = np.empty((size, 2), np.int64)
     table[:, 1] = -1
     return table

@@ -24,7 +24,7 @@ from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.kernels import kernels, meanwhile
 from tensorwire.parameter_server.kernels.arrays import Array
 from tensorwire.parameter_server.storage import tables
-from tensorwire.parameter_server.storage.table import Part, Table
+from tensorwire.parameter_server.storage.table import Part, TableShard
 
 _NUMBA: Final = "tensorwire.parameter_server.kernels.numba_kernels"
 _NICE: Final = 10
@@ -72,16 +72,16 @@ def exercise(k: ModuleType) -> None:
 
 def _use(k: ModuleType, rule: Rule, init: Initialiser) -> Array:
     spec = TableSpec("loading", 4, rule, init)
-    table = Table(spec, k)
+    table = TableShard(spec, k)
     ids, rows = np.arange(1000, dtype=np.int64), np.empty((1000, 4), np.float32)
     for time in range(2):
         places = table.pull(ids, rows, time)
         table.apply([Part(ids, np.ones_like(rows), places)], time)
-    _use_those_for_many(k, Table(spec, k), Table(spec, k))
+    _use_those_for_many(k, TableShard(spec, k), TableShard(spec, k))
     return rows
 
 
-def _use_those_for_many(k: ModuleType, *those: Table) -> None:
+def _use_those_for_many(k: ModuleType, *those: TableShard) -> None:
     """Uses the kernels for two tables at a time, and the pushes of two trainers."""
     ids, rows = np.arange(20, dtype=np.int64), np.empty((20, 4), np.float32)
     for time in range(2):

@@ -32,13 +32,13 @@ from tensorwire.parameter_server.snapshots.saved import (
     saved_table,
 )
 from tensorwire.parameter_server.storage.dense import DenseShard
-from tensorwire.parameter_server.storage.table import Rows, Table
+from tensorwire.parameter_server.storage.table import Rows, TableShard
 
 _LARGEST_HALF: Final = 65504.0
 _PIECE: Final = 1 << 16
 
 
-def load_table(table: Table, restored: Restored, own: Bools, time: int) -> None:
+def load_table(table: TableShard, restored: Restored, own: Bools, time: int) -> None:
     """Takes in the rows of slots that are marked.
 
     Args:
@@ -92,7 +92,9 @@ def load_dense(group: DenseShard, restored: Restored) -> None:
         group.load(_converted_pieces(data, saved, group.spec), -1)
 
 
-def declared_table(old: Table, spec: TableSpec, time: int, device: torch.device | None) -> Table:
+def declared_table(
+    old: TableShard, spec: TableSpec, time: int, device: torch.device | None
+) -> TableShard:
     """The table that takes the place of one that was kept until it was declared."""
     rule = old.spec.rule
     assert isinstance(rule, KeptRule)
@@ -158,7 +160,7 @@ def _require_alike(name: str, saved: Saved, spec: TableSpec | DenseSpec) -> None
         raise SnapshotError(f"{name!r} cannot be restored as declared: {'; '.join(misfits)}")
 
 
-def _take_steps(table: Table, saved: SavedTable, steps: int) -> None:
+def _take_steps(table: TableShard, saved: SavedTable, steps: int) -> None:
     if isinstance(table.spec.rule, KeptRule) or keeps_steps(
         saved, saved_table(table.spec, table.spec.rule)
     ):

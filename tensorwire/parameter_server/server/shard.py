@@ -25,8 +25,8 @@ from tensorwire.parameter_server.messaging.messages import (
     Broken,
     Denied,
     Elsewhere,
+    PullReply,
     Reply,
-    Rows,
     Unread,
 )
 from tensorwire.parameter_server.opaque import Response
@@ -161,7 +161,7 @@ class ShardServer:
             return
         self.pulled += 1
         known, deals = (effect.low, effect.version, self.room), self.replica.clock.deals
-        asked.call.answer(Rows(tables, dense, safe, *known, changed, effect.time, deals))
+        asked.call.answer(PullReply(tables, dense, safe, *known, changed, effect.time, deals))
 
     def _respond(self, call: object, answer: object) -> None:
         if isinstance(call, Call):

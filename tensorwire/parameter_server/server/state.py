@@ -54,7 +54,7 @@ from tensorwire.parameter_server.snapshots.published import saved_at
 from tensorwire.parameter_server.storage import tables as many
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
 from tensorwire.parameter_server.storage.last_changes import Numbering
-from tensorwire.parameter_server.storage.table import Rows, Table
+from tensorwire.parameter_server.storage.table import Rows, TableShard
 from tensorwire.parameter_server.storage.tables import ManyParts, ManyPlaces
 
 _logger: Final = logging.getLogger("tensorwire")
@@ -94,7 +94,7 @@ class ShardState:
     ) -> None:
         self.shard = shard
         self.slots: tuple[int, ...] = ()
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, TableShard] = {}
         self.dense: dict[str, DenseShard] = {}
         self.frozen: dict[int, FrozenShard | orders.Unmarked] = {}
         self.exports: dict[tuple[int, int], Moved] = {}
@@ -215,7 +215,7 @@ class ShardState:
             if kept is not None:
                 self._end_numbering()
             self.tables[name] = (
-                Table(spec, self._kernels, self._device)
+                TableShard(spec, self._kernels, self._device)
                 if kept is None
                 else restoring.declared_table(kept, spec, self._time, self._device)
             )
@@ -379,7 +379,9 @@ class ShardState:
             moved = {name: parts[target] for name, parts in tables.items()}
             self.exports[target, epoch] = Moved(moved, pieces, self.chain, self._version, accounts)
 
-    def _leave(self, table: Table, slots: Ints, targets: Sequence[int]) -> dict[int, MovedTable]:
+    def _leave(
+        self, table: TableShard, slots: Ints, targets: Sequence[int]
+    ) -> dict[int, MovedTable]:
         left, going = {}, []
         for target in targets:
             rows = table.rows_in(slots == target)
@@ -539,7 +541,7 @@ def _alone(part: TablePush) -> list[TablePush]:
     ]
 
 
-def _copied(table: Table) -> CopiedTable:
+def _copied(table: TableShard) -> CopiedTable:
     counts = (table.evicted, table.dropped)
     gone = table.changes.gone if table.changes is not None else None
     return CopiedTable(

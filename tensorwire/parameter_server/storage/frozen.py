@@ -15,7 +15,7 @@ import numpy as np
 from tensorwire.parameter_server.kernels.arrays import Bytes, Ints
 
 if TYPE_CHECKING:
-    from tensorwire.parameter_server.storage.table import Rows, Table
+    from tensorwire.parameter_server.storage.table import Rows, TableShard
 
 _LOOK: Final = 16
 """Rows that are looked at for each that may be copied, where few are wanted."""
@@ -30,7 +30,7 @@ class Frozen:
         wanted: by row, 1 for those that are to be remembered; None for all rows.
     """
 
-    def __init__(self, table: Table, kernels: ModuleType, wanted: Bytes | None = None) -> None:
+    def __init__(self, table: TableShard, kernels: ModuleType, wanted: Bytes | None = None) -> None:
         self.count = len(table)
         self.spec = table.spec
         self.steps = table.steps

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import TableSpec
-from tensorwire.parameter_server.kernels.arrays import Array, Bools, Bytes, Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Array, Bools, Bytes, Floats, Ints, Pairs
 from tensorwire.parameter_server.rows.index import Index
 from tensorwire.parameter_server.rows.memory import Column
 from tensorwire.parameter_server.storage.candidates import Candidates
@@ -77,7 +77,7 @@ class Rows:
         return Rows(ids, columns)
 
 
-class Table:
+class TableShard:
     """The rows of one table on one shard.
 
     Args:
@@ -219,7 +219,7 @@ class Table:
         if len(parts) == 1:
             return parts[0].ids, parts[0].grad, None, parts[0].places
         every = np.concatenate([part.ids for part in parts])
-        scratch: Slots = np.empty((max(2 * len(every), 2), 2), np.int64)
+        scratch: Pairs = np.empty((max(2 * len(every), 2), 2), np.int64)
         scratch[:, 1] = -1
         unique, inverse = np.empty_like(every), np.empty_like(every)
         count = self._k.dedup(scratch, every, unique, inverse)
@@ -308,9 +308,9 @@ class Table:
         if spec.admit is not None and self._candidates is not None:
             self._candidates.enough = spec.admit.pushes
 
-    def another(self, spec: TableSpec, device: torch.device | None) -> Table:
+    def another(self, spec: TableSpec, device: torch.device | None) -> TableShard:
         """An empty table beside this one."""
-        return Table(spec, self._k, device)
+        return TableShard(spec, self._k, device)
 
     def set_hyper(self, rule: Rule) -> None:
         """The next updates are made with these hyper-parameters."""

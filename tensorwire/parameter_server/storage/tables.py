@@ -16,13 +16,14 @@ from types import ModuleType
 import numpy as np
 
 from tensorwire.parameter_server.declarations.rules import Kernel, Touched, kernel_of
-from tensorwire.parameter_server.kernels.arrays import Bools, Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.arrays import Bools, Floats, Ints, Pairs
 from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.storage import updates
 from tensorwire.parameter_server.storage.last_changes import Numbering
 from tensorwire.parameter_server.storage.row_store import HostRows
-from tensorwire.parameter_server.storage.table import Part, Places, Table
+from tensorwire.parameter_server.storage.table import Part, Places, TableShard
 
+Tables = Sequence[TableShard]
 _plain_of = attrgetter("plain")
 """The store of a table that is kept like others; None for one that is not. Calls no Python."""
 
@@ -67,7 +68,7 @@ class ManyParts:
 
 
 def pull(
-    k: ModuleType, tables: Sequence[Table], sizes: Sequence[int], ids: Ints, out: Floats, time: int
+    k: ModuleType, tables: Tables, sizes: Sequence[int], ids: Ints, out: Floats, time: int
 ) -> ManyPlaces:
     """Writes the row of each id into ``out``: as it is, or as it would begin.
 
@@ -94,9 +95,7 @@ def pull(
     return ManyPlaces(rows, layouts)
 
 
-def find(
-    k: ModuleType, tables: Sequence[Table], sizes: Sequence[int], ids: Ints, time: int
-) -> ManyPlaces:
+def find(k: ModuleType, tables: Tables, sizes: Sequence[int], ids: Ints, time: int) -> ManyPlaces:
     """The row of each id; arguments as of :func:`pull`."""
     ends = [0, *accumulate(sizes)]
     rows = np.empty(len(ids), np.int64)
@@ -109,7 +108,7 @@ def find(
 
 
 def changed(
-    tables: Sequence[Table], sizes: Sequence[int], rows: Ints, known: Ints, numbering: Numbering
+    tables: Tables, sizes: Sequence[int], rows: Ints, known: Ints, numbering: Numbering
 ) -> tuple[Bools, list[int]]:
     """Finds the ids whose row may be another than its asker knows.
 
@@ -132,7 +131,7 @@ def changed(
 
 
 def read(
-    k: ModuleType, tables: Sequence[Table], sizes: Sequence[int], rows: Ints, ids: Ints, out: Floats
+    k: ModuleType, tables: Tables, sizes: Sequence[int], rows: Ints, ids: Ints, out: Floats
 ) -> None:
     """Writes rows that were found into ``out``, or the initial values of ids without one."""
     ends = [0, *accumulate(sizes)]
@@ -145,7 +144,7 @@ def read(
     _fill(tables, ends, rows, ids, out)
 
 
-def _find(k: ModuleType, tables: Sequence[Table], ends: Ints, ids: Ints, rows: Ints) -> None:
+def _find(k: ModuleType, tables: Tables, ends: Ints, ids: Ints, rows: Ints) -> None:
     """Looks ids up."""
     indexes = np.array([table.index.address for table in tables])
     k.find_many(indexes, np.array([table.index.size for table in tables]), ids, ends, rows)
@@ -157,7 +156,7 @@ def _gather(k: ModuleType, stores: Sequence[HostRows], ends: Ints, rows: Ints, o
     divide(len(rows), out.nbytes, lambda a, b: k.gather_many(columns, rows, ends, a, b, out))
 
 
-def _fill(tables: Sequence[Table], ends: Sequence[int], rows: Ints, ids: Ints, out: Floats) -> None:
+def _fill(tables: Tables, ends: Sequence[int], rows: Ints, ids: Ints, out: Floats) -> None:
     """Writes the initial values of ids that have no row."""
     absent = np.searchsorted(ends[1:], np.flatnonzero(rows < 0), "right")
     for place in np.unique(absent).tolist():
@@ -166,8 +165,7 @@ def _fill(tables: Sequence[Table], ends: Sequence[int], rows: Ints, ids: Ints, o
 
 
 def apply(
-    k: ModuleType, tables: Sequence[Table], parts: Sequence[ManyParts], time: int,
-    share: float | None = None,
+    k: ModuleType, tables: Tables, parts: Sequence[ManyParts], time: int, share: float | None = None
 ) -> None:  # fmt: skip
     """Makes one update of each table by all of these together.
 
@@ -201,7 +199,7 @@ def apply(
         updates.apply_many(k, tables[first].rule, touched, tables[first].steps)
 
 
-def _are_batched(k: ModuleType, tables: Sequence[Table]) -> bool:
+def _are_batched(k: ModuleType, tables: Tables) -> bool:
     """True if the rules of all have kernels for several tables."""
     if k.UPDATES is None:
         return False
@@ -209,7 +207,7 @@ def _are_batched(k: ModuleType, tables: Sequence[Table]) -> bool:
     return {kernel_of(kind) for kind in kinds} == {Kernel.OF_MANY}
 
 
-def _runs(tables: Sequence[Table]) -> Iterator[tuple[int, int]]:
+def _runs(tables: Tables) -> Iterator[tuple[int, int]]:
     """Ranges of tables that move alike."""
     alike = [(type(table.rule), table.hyper, table.steps) for table in tables]
     first = 0
@@ -219,7 +217,7 @@ def _runs(tables: Sequence[Table]) -> Iterator[tuple[int, int]]:
             first = place
 
 
-def _rows_for(tables: Sequence[Table], whole: ManyParts, ends: Sequence[int], time: int) -> Ints:
+def _rows_for(tables: Tables, whole: ManyParts, ends: Sequence[int], time: int) -> Ints:
     """The row of each id; makes those that are not there, and saves those that are frozen."""
     places = whole.places
     if places is not None and places.layouts == [table.layout for table in tables]:
@@ -249,7 +247,7 @@ def _merged(k: ModuleType, parts: Sequence[ManyParts]) -> ManyParts:
         [part.ids[c[t] : c[t + 1]] for t in tables for part, c in zip(parts, cut, strict=True)]
     )
     totals = [sum([part.sizes[t] for part in parts]) for t in tables]
-    scratch: Slots = np.empty((max(2 * max(totals), 2), 2), np.int64)
+    scratch: Pairs = np.empty((max(2 * max(totals), 2), 2), np.int64)
     scratch[:, 1] = -1
     unique, inverse = np.empty_like(every), np.empty_like(every)
     counts = np.empty(len(totals), np.int64)

@@ -18,7 +18,7 @@ from tensorwire.parameter_server.client.servers import Servers
 from tensorwire.parameter_server.declarations.spec import TableSpec, row_bytes
 from tensorwire.parameter_server.kernels import torch_kernels
 from tensorwire.parameter_server.server.host import host
-from tensorwire.parameter_server.storage.table import Table
+from tensorwire.parameter_server.storage.table import TableShard
 from tests import waiting
 from tests.tensorwire.parameter_server.clusters import run, train
 
@@ -188,7 +188,7 @@ def test_a_push_that_is_small_beside_the_room_is_sent_at_once(
 @pytest.mark.parametrize("rule", [ps.SGD(lr=1.0), ps.Adam(), ps.RowwiseAdagrad()], ids=repr)
 def test_a_trainer_knows_how_large_rows_are(rule: Any, evict: Any, precision: Any) -> None:
     spec = TableSpec("items", 6, rule, ps.Constant(), evict=evict, precision=precision)
-    assert row_bytes(spec) == Table(spec, torch_kernels).row_bytes
+    assert row_bytes(spec) == TableShard(spec, torch_kernels).row_bytes
 
 
 def test_a_backup_remembers_no_rows_for_snapshots_that_its_head_writes(tmp_path: Path) -> None:

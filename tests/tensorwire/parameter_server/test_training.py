@@ -21,7 +21,7 @@ from tensorwire.parameter_server.client.exchange import Gradients, PullRequest
 from tensorwire.parameter_server.client.splitting import WholeDense
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.declarations.spec import TableSpec
-from tensorwire.parameter_server.storage.table import Part, Table
+from tensorwire.parameter_server.storage.table import Part, TableShard
 from tests import waiting
 from tests.tensorwire.parameter_server.clusters import run, server_names, train
 from tests.tensorwire.parameter_server.training import (
@@ -44,7 +44,7 @@ INIT = ps.Uniform(0.1, seed=3)
 
 def _columns_in_one_process(rule: ps.Rule) -> dict[str, Tensor]:
     """The rows and their state after both trainers' batches, without servers or messages."""
-    table = Table(TableSpec("items", 8, rule, INIT), kernels.kernels())
+    table = TableShard(TableSpec("items", 8, rule, INIT), kernels.kernels())
     steps = zip(batches_of(0), batches_of(1), strict=True)
     for time, batches in enumerate(steps, 1):
         parts = []

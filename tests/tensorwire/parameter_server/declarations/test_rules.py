@@ -18,7 +18,7 @@ from tensorwire.parameter_server.declarations.rules import Kernel, Per, Rule, ke
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec, decode
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints
 from tensorwire.parameter_server.storage import tables
-from tensorwire.parameter_server.storage.table import Part, Table
+from tensorwire.parameter_server.storage.table import Part, TableShard
 
 ROWS, DIM, STEPS = 40, 33, 200
 BOTH = [kernels.kernels(), kernels.torch_only()]
@@ -50,8 +50,8 @@ def summed(k, ids: np.ndarray, grad: Tensor) -> Part:
 
 def table_after(
     k, rule: Rule, made: list[Batch], precision: Precision = Precision.FLOAT32
-) -> tuple[Table, Tensor]:
-    table = Table(TableSpec("t", DIM, rule, Normal(0.1, seed=4), precision=precision), k)
+) -> tuple[TableShard, Tensor]:
+    table = TableShard(TableSpec("t", DIM, rule, Normal(0.1, seed=4), precision=precision), k)
     for time, (ids, grad) in enumerate(made, 1):
         table.apply([summed(k, ids, grad)], time)
     out = np.empty((ROWS, DIM), np.float32)
@@ -59,7 +59,7 @@ def table_after(
     return table, torch.from_numpy(out)
 
 
-def assert_equal(first: Table, second: Table) -> None:
+def assert_equal(first: TableShard, second: TableShard) -> None:
     """The rows of both, and their state, are the same."""
     one, other = (table.taken(np.arange(len(table))) for table in (first, second))
     assert np.array_equal(one.ids, other.ids)
@@ -152,7 +152,7 @@ def test_rowwise_adagrad_keeps_the_mean_of_squares() -> None:
         whole = torch.zeros(ROWS, DIM).index_add_(0, torch.from_numpy(ids), grad)
         sums += whole.square().mean(1, keepdim=True)
         weight -= 0.1 * whole / (sums.sqrt() + 1e-10)
-    table = Table(TableSpec("t", DIM, rules.RowwiseAdagrad(0.1), Constant()), BOTH[0])
+    table = TableShard(TableSpec("t", DIM, rules.RowwiseAdagrad(0.1), Constant()), BOTH[0])
     for time, (ids, grad) in enumerate(made, 1):
         table.apply([summed(BOTH[0], ids, grad)], time)
     out = np.empty((ROWS, DIM), np.float32)
@@ -171,7 +171,7 @@ def test_ftrl_follows_its_formula_and_makes_rows_sparse() -> None:
         total += whole**2
         moved = (np.sign(linear) * 1.5 - linear) / ((1 + np.sqrt(total)) / 0.5 + 0.1)
         weight = np.where(np.abs(linear) <= 1.5, 0, moved)
-    table = Table(TableSpec("t", DIM, rule, Constant()), BOTH[0])
+    table = TableShard(TableSpec("t", DIM, rule, Constant()), BOTH[0])
     for time, (ids, grad) in enumerate(made, 1):
         table.apply([summed(BOTH[0], ids, grad)], time)
     out = np.empty((ROWS, DIM), np.float32)
@@ -196,7 +196,7 @@ class Lion(Rule):
 
 
 def test_a_rule_of_the_user_s_own_moves_rows() -> None:
-    table = Table(TableSpec("t", 2, Lion(0.5), Constant(1.0)), BOTH[0])
+    table = TableShard(TableSpec("t", 2, Lion(0.5), Constant(1.0)), BOTH[0])
     table.apply([Part(np.array([7]), np.array([[3.0, -2.0]], np.float32))], 1)
     assert table.all()[1].tolist() == [[0.5, 1.5]]
     mean = table.taken(np.array([0])).columns["state.mean"]
@@ -244,7 +244,7 @@ def test_a_kernel_of_the_user_s_own_rule_is_used_and_gives_what_its_torch_code_g
 def test_a_rule_keeps_its_kernel_on_the_way_to_a_server() -> None:
     """Classes of the user's program travel by value."""
     spec = TableSpec("t", 2, Drift(0.5), Constant(1.0))
-    table = Table(decode(spec.encode()), BOTH[0])
+    table = TableShard(decode(spec.encode()), BOTH[0])
     assert kernel_of(type(table.rule)) is Kernel.OF_ONE
     table.apply([Part(np.array([7]), np.array([[3.0, -2.0]], np.float32))], 1)
     assert table.all()[1].tolist() == [[-0.5, 2.0]]
@@ -252,7 +252,7 @@ def test_a_rule_keeps_its_kernel_on_the_way_to_a_server() -> None:
 
 def test_many_tables_whose_rule_has_a_kernel_for_one_are_moved_one_after_the_other() -> None:
     specs = [TableSpec(name, 2, Drift(0.5), Constant(1.0)) for name in ("a", "b")]
-    made = [Table(spec, BOTH[0]) for spec in specs]
+    made = [TableShard(spec, BOTH[0]) for spec in specs]
     grad = np.array([[3.0, -2.0], [1.0, 1.0]], np.float32)
     Drift.calls.clear()
     tables.apply(BOTH[0], made, [tables.ManyParts((1, 1), np.array([7, 7]), grad)], 1)
@@ -276,7 +276,7 @@ def test_a_rule_that_overrides_update_leaves_the_kernel_of_its_base() -> None:
     assert [kernel_of(kind) for kind in kinds] == [
         Kernel.NONE, Kernel.OF_MANY, Kernel.NONE, Kernel.OF_ONE, Kernel.OF_MANY
     ]  # fmt: skip
-    table = Table(TableSpec("t", 2, Uphill(0.5), Constant(1.0)), BOTH[0])
+    table = TableShard(TableSpec("t", 2, Uphill(0.5), Constant(1.0)), BOTH[0])
     table.apply([Part(np.array([7]), np.array([[3.0, -2.0]], np.float32))], 1)
     assert table.all()[1].tolist() == [[2.5, 0.0]]
 

@@ -16,7 +16,7 @@ from tensorwire.parameter_server import kernels as package
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.kernels import meanwhile
 from tensorwire.parameter_server.kernels.meanwhile import Meanwhile
-from tensorwire.parameter_server.storage.table import Part, Table
+from tensorwire.parameter_server.storage.table import Part, TableShard
 from tests.waiting import until
 
 pytest.importorskip("numba")
@@ -91,7 +91,7 @@ def test_tables_go_on_with_the_same_bits_when_kernels_change(
     changing = Meanwhile(package.torch_only(), LATER)
     numba = package.kernels()
     spec = TableSpec("items", 8, rule, Uniform(0.1, seed=3))
-    tables = [Table(spec, cast(Any, changing)), Table(spec, numba)]
+    tables = [TableShard(spec, cast(Any, changing)), TableShard(spec, numba)]
     generator = np.random.default_rng(1)
     for time in range(6):
         ids = generator.choice(5000, 700, replace=False)

@@ -20,7 +20,7 @@ from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.declarations.wire import Wire
 from tensorwire.parameter_server.kernels import copying, kernels, sharing, torch_only
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
-from tensorwire.parameter_server.storage.table import Part, Table
+from tensorwire.parameter_server.storage.table import Part, TableShard
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_rows_are_moved_alike(rule: ps.Rule, both_ways: Callable[..., None]) -> 
     spec = TableSpec("t", 5, rule, ps.Uniform(0.1), None, None, ps.Precision.FLOAT32, Wire())
 
     def make() -> list[Tensor]:
-        table, out = Table(spec, kernels()), np.empty((203, 5), np.float32)
+        table, out = TableShard(spec, kernels()), np.empty((203, 5), np.float32)
         for step in range(3):
             ids = (np.arange(203) * 7919) % 401
             table.apply([Part(ids, _drawn(step, 203, 5).numpy())], step)

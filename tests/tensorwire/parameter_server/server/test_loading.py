@@ -39,7 +39,7 @@ def test_a_server_that_loaded_its_kernels_loads_none_at_its_first_push() -> None
         from tensorwire.parameter_server.server.loading import load_kernels
         from tensorwire.parameter_server.declarations.spec import TableSpec
         from tensorwire.parameter_server.storage import tables
-        from tensorwire.parameter_server.storage.table import Part, Table
+        from tensorwire.parameter_server.storage.table import Part, TableShard
 
         def loaded():
             compiled = {**vars(numba_kernels), **vars(numba_updates)}.items()
@@ -49,12 +49,13 @@ def test_a_server_that_loaded_its_kernels_loads_none_at_its_first_push() -> None
         load_kernels()
         before = loaded()
         rule = ps.RowwiseAdagrad(lr=0.1)
-        table = Table(TableSpec("items", 64, rule, ps.Uniform(0.1, seed=3)), numba_kernels)
+        table = TableShard(TableSpec("items", 64, rule, ps.Uniform(0.1, seed=3)), numba_kernels)
         ids, rows = np.arange(1000, dtype=np.int64), np.empty((1000, 64), np.float32)
         for time in range(3):
             places = table.pull(ids, rows, time)
             table.apply([Part(ids, np.ones_like(rows), places)], time)
-        two = [table, Table(TableSpec("more", 64, rule, ps.Uniform(0.1, seed=3)), numba_kernels)]
+        more = TableSpec("more", 64, rule, ps.Uniform(0.1, seed=3))
+        two = [table, TableShard(more, numba_kernels)]
         for time in range(2):
             places = tables.pull(numba_kernels, two, (500, 500), ids, rows, time)
             part = tables.ManyParts((500, 500), ids, np.ones_like(rows), places)

@@ -19,7 +19,7 @@ from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.rows.device_memory import DeviceColumn
 from tensorwire.parameter_server.server import available
 from tensorwire.parameter_server.server.host import host
-from tensorwire.parameter_server.storage.table import Part, Table
+from tensorwire.parameter_server.storage.table import Part, TableShard
 
 _CPU = torch.device("cpu")
 _GPU = pytest.param(
@@ -33,8 +33,8 @@ _GPU = pytest.param(
 devices = pytest.mark.parametrize("device", [pytest.param(_CPU, id="cpu"), _GPU])
 
 
-def _trained(rule: Rule, device: torch.device | None, **settings: Any) -> Table:
-    table = Table(
+def _trained(rule: Rule, device: torch.device | None, **settings: Any) -> TableShard:
+    table = TableShard(
         TableSpec("t", 5, rule, Normal(0.1, seed=4), **settings), kernels.kernels(), device
     )
     draw = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def test_rows_leave_a_device_and_come_to_another(device: torch.device) -> None:
     host_table = _trained(rules.Adam(0.01), None, evict=UnusedFor(3))
     assert len(table) == len(host_table) < 3000  # some were evicted
 
-    other = Table(table.spec, kernels.kernels(), device)
+    other = TableShard(table.spec, kernels.kernels(), device)
     for piece in table.pieces(500):
         other.enter(piece)
     for mine, theirs in zip(other.all(), host_table.all(), strict=True):

@@ -16,19 +16,19 @@ from tensorwire.parameter_server.declarations import rules
 from tensorwire.parameter_server.declarations.initialisers import Constant, Uniform
 from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
-from tensorwire.parameter_server.storage.table import Part, Table
+from tensorwire.parameter_server.storage.table import Part, TableShard
 
 K = kernels.kernels()
 both = pytest.mark.parametrize("k", [K, kernels.torch_only()], ids=lambda module: module.NAME)
 
 
-def counters(k=K, dim: int = 4, **settings) -> Table:
+def counters(k=K, dim: int = 4, **settings) -> TableShard:
     """Rows that begin with 0 and count how often they were pushed."""
     spec = TableSpec("t", dim, rules.SGD(lr=1.0), **{"init": Constant(), **settings})
-    return Table(spec, k)
+    return TableShard(spec, k)
 
 
-def push(table: Table, ids: list[int], time: int, trainers: int = 1) -> None:
+def push(table: TableShard, ids: list[int], time: int, trainers: int = 1) -> None:
     parts = [
         Part(np.array(ids), np.full((len(ids), table.spec.dim), -1.0, np.float32))
         for _ in range(trainers)
@@ -36,7 +36,7 @@ def push(table: Table, ids: list[int], time: int, trainers: int = 1) -> None:
     table.apply(parts, time)
 
 
-def pulled(table: Table, ids: list[int], time: int = 0) -> list[float]:
+def pulled(table: TableShard, ids: list[int], time: int = 0) -> list[float]:
     out = np.empty((len(ids), table.spec.dim), np.float32)
     table.pull(np.array(ids), out, time)
     assert (out == out[:, :1]).all()
@@ -218,7 +218,7 @@ def test_rows_go_by_slot(k) -> None:
 @pytest.mark.parametrize("precision", [Precision.BFLOAT16, Precision.FLOAT16])
 def test_short_rows_follow_long_ones_on_average_and_replicas_agree(precision: Precision) -> None:
     tables = [
-        Table(
+        TableShard(
             TableSpec("t", 16, rules.SGD(lr=0.001), Uniform(1.0, seed=2), precision=p), kernels_used
         )
         for p, kernels_used in (

@@ -11,7 +11,7 @@ from tensorwire import parameter_server as ps
 from tensorwire.parameter_server import kernels
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.storage import tables as many
-from tensorwire.parameter_server.storage.table import Table
+from tensorwire.parameter_server.storage.table import TableShard
 from tensorwire.parameter_server.storage.tables import ManyParts
 
 DIM, STEPS = 8, 12
@@ -37,9 +37,9 @@ OPTIONS = {
 }
 
 
-def made(k, rules: Sequence[ps.Rule], options: str = "plain") -> list[Table]:
+def made(k, rules: Sequence[ps.Rule], options: str = "plain") -> list[TableShard]:
     return [
-        Table(TableSpec(f"t{n}", DIM, rule, ps.Uniform(0.1, seed=n), **given), k)
+        TableShard(TableSpec(f"t{n}", DIM, rule, ps.Uniform(0.1, seed=n), **given), k)
         for n, (rule, given) in enumerate(zip(rules, OPTIONS[options], strict=True))
     ]
 
