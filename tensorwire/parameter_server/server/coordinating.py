@@ -83,7 +83,7 @@ class Coordinating:
         if starts or views.is_next_coordinator(view, self._node.me, living):
             here = [t.number for t in view.trainers if self._lives(t.client)]
             named = views.servers_of(view)
-            over = [each for each in named if self._node.lives.is_proven_over(each)]
+            over = [each for each in named if self._node.peers.lives.is_proven_over(each)]
             self._coordinator = Coordinator(self._node.me, view, living, over, here)
             self._do(self._coordinator.start())
             if view.publisher is not None and not self._lives(view.publisher.client):
@@ -119,15 +119,15 @@ class Coordinating:
     def _lives(self, who: views.Client | Server) -> bool:
         """False if that life is over; one of which nothing was heard is trusted for a while."""
         server = Server(who.name, who.incarnation)
-        self._node.trust(server)
-        return self._node.lives.verdict(server) is not Verdict.OVER
+        self._node.peers.trust(server)
+        return self._node.peers.lives.verdict(server) is not Verdict.OVER
 
     # --- events
 
     def heard_lost(self, server: Server) -> None:
         """Takes note that a worker is gone."""
         if self._coordinator is not None:
-            is_proven = self._node.lives.is_proven_over(server)
+            is_proven = self._node.peers.lives.is_proven_over(server)
             self._do(self._coordinator.server_lost(server, is_proven))
         if self._coordinator is not None:
             self._do(self._coordinator.worker_lost(server.name, server.incarnation))
@@ -207,7 +207,7 @@ class Coordinating:
             if self._coordinator is coordinator:
                 self._answered(effect.ask, answer, effect.to)
 
-        self._node.call(effect.to, command, answered)
+        self._node.peers.call(effect.to, command, answered)
 
     def _ask(self, effect: tasks.Ask) -> None:
         coordinator = self._coordinator
@@ -227,13 +227,13 @@ class Coordinating:
                     answered(answer)
 
         def ask_trainer() -> None:
-            self._node.caller.ask_trainer(effect.to, effect.suspects, trainer_answered)
+            self._node.peers.caller.ask_trainer(effect.to, effect.suspects, trainer_answered)
 
         if effect.is_trainer:
             self._node.later(ask_trainer)
         else:
             poll = messages.Poll(effect.view.encode(), effect.suspects)
-            self._node.call(effect.to, poll, answered)
+            self._node.peers.call(effect.to, poll, answered)
 
     def _wait_for_majority(self, silent: tuple[Server, ...]) -> None:
         self._is_undecided = True
@@ -273,7 +273,7 @@ class Coordinating:
         text = view.encode()
         for server in view.servers:
             if server != node.me:
-                node.call(server, messages.See(text), lambda _: None)
+                node.peers.call(server, messages.See(text), lambda _: None)
         names = {trainer.client.name for trainer in view.trainers}
         node.later(lambda: self._post(names, text))
 

@@ -91,5 +91,5 @@ class Copies:
 
     def _ask(self, to: Server, message: Message) -> object:
         answer: Future[object] = Future()
-        self._node.caller.call(to, message, answer.set_result)
+        self._node.peers.caller.call(to, message, answer.set_result)
         return answer.result()

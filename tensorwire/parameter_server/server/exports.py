@@ -56,7 +56,7 @@ class Exports:
             else:
                 node.carry_out(number, shard.replica.exported(target, epoch))
 
-        node.call(keeper.head, bring, answered)
+        node.peers.call(keeper.head, bring, answered)
 
     def _send_again(self, number: int) -> None:
         """Sends what was not taken. Called without the lock."""

@@ -263,7 +263,7 @@ class Host:
             done.set()
 
         ask = messages.Asking(orders.Arrive(node.me))
-        node.caller.call(view.coordinator, ask, answered)
+        node.peers.caller.call(view.coordinator, ask, answered)
         while not done.wait(_SECONDS_BETWEEN_TRIES):
             if self._closed.is_set():
                 return False

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from tensorwire.parameter_server.decisions import lives, orders, shares, views
-from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
+from tensorwire.parameter_server.decisions import orders, shares, views
 from tensorwire.parameter_server.decisions.pushes import Push, Reached
 from tensorwire.parameter_server.decisions.records import (
     Effect,
@@ -31,7 +30,7 @@ from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.messaging import messages
-from tensorwire.parameter_server.messaging.calling import LOST, Caller, latest_life
+from tensorwire.parameter_server.messaging.calling import LOST
 from tensorwire.parameter_server.messaging.messages import Message
 from tensorwire.parameter_server.messaging.outbox import Outbox
 from tensorwire.parameter_server.messaging.settings import consistency_of
@@ -40,6 +39,7 @@ from tensorwire.parameter_server.server.available import Claim
 from tensorwire.parameter_server.server.coordinating import Coordinating
 from tensorwire.parameter_server.server.copying import Copies, Name
 from tensorwire.parameter_server.server.exports import Exports
+from tensorwire.parameter_server.server.peers import Peers
 from tensorwire.parameter_server.server.shard import Call, PullCall, PushCall, ShardServer
 from tensorwire.parameter_server.server.state import ShardState, rows_of
 from tensorwire.parameter_server.server.writing import write_for
@@ -54,13 +54,8 @@ _UNWRITTEN: Final = 2
 """Snapshots of which a head remembers the rows until it is told to write them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """A call to another server."""
-
-    to: Server
-    message: Message
-    then: Callable[[object], object]
+What = TypeVar("What")
+Decide = Callable[[Replica, What, object], list[Effect]]
 
 
 class Node:
@@ -77,8 +72,7 @@ class Node:
         self.me = Server(host.worker.info.name, host.worker.life.incarnation)
         self.view: View | None = None
         self.shards: dict[int, ShardServer] = {}
-        self.caller = Caller(host.worker, cluster)
-        self.lives = Lives[_Outgoing](lambda name: latest_life(host.worker, name))
+        self.peers = Peers(self)
         self.copies = Copies(self)
         self._exports = Exports(self)
         self.coordinating = Coordinating(self)
@@ -88,67 +82,24 @@ class Node:
         self._expelled = False
         self._early: dict[int, list[tuple[Call, messages.Logged]]] = {}
         self._joining: set[int] = set()
-        self._polls: list[tuple[Call, int, frozenset[Server]]] = []
         outbox = Outbox(RLock())
         self.acting, self.later = outbox.acting, outbox.later
-        self._closed = False
+        self.is_closed = False
 
-    # --- one thing at a time
-
-    def call(self, to: Server, message: Message, then: Callable[[object], object]) -> None:
-        """Calls another server; ``then`` gets the answer, or ``LOST``, with the lock held."""
-        call = _Outgoing(to, message, then)
-        self.later(lambda: self._send(call))
-
-    def _send(self, call: _Outgoing) -> None:
-        was_heard_of = self.lives.verdict(call.to) is not Verdict.UNHEARD
-
-        def answered(answer: object) -> None:
-            if self._closed:
-                return
-            with self.acting():
-                if answer is LOST:
-                    self._failed(call, was_heard_of)
-                elif isinstance(answer, messages.Outdated):
-                    self.see(View.decode(answer.view))
-                    call.then(NotHead())
-                else:
-                    call.then(answer)
-
-        self.caller.call(call.to, call.message, answered)
-
-    def _failed(self, call: _Outgoing, was_heard_of: bool) -> None:
-        fate = self.lives.failed(call.to, call, was_heard_of)
-        if fate is Fate.AGAIN:
-            self.later(lambda: self._send(call))
-        elif fate is Fate.GIVEN_UP:
-            call.then(LOST)
-        else:
-            self.trust(call.to)
-
-    def trust(self, server: Server) -> None:
-        """Takes a life of which nothing was heard for living, but not for ever."""
-        if self.lives.trust(server):
-            self.later(lambda: self.host.after(lives.TRUST, lambda: self._doubt(server)))
-
-    def _doubt(self, server: Server) -> None:
-        if self.lives.doubt(server):
-            self.heard_lost(server)
+    # --- the end
 
     def close(self) -> None:
         """Turns everybody away."""
         with self.acting():
-            self._closed = True
+            self.is_closed = True
             self._end()
-        self.caller.give_up()
+        self.peers.caller.give_up()
 
     def _end(self) -> None:
         self.coordinating.close()
-        polls, self._polls = self._polls, []
+        self.peers.end()
         early, self._early = self._early, {}
-        calls = [call for call, _, _ in polls]
-        calls += [call for waiting in early.values() for call, _ in waiting]
-        for call in calls:
+        for call in [call for waiting in early.values() for call, _ in waiting]:
             call.answer(NotHead())
         for number, shard in self.shards.items():
             self.carry_out(number, shard.replica.deposed())
@@ -164,7 +115,7 @@ class Node:
         forgotten = self._was_named and not views.names(self.view, self.me)
         trainers = (each.client for each in self.view.trainers)
         others: list[Server | Client] = [*self.view.servers, *trainers]
-        return self._expelled or forgotten or self.lives.is_cut_off(others)
+        return self._expelled or forgotten or self.peers.lives.is_cut_off(others)
 
     # --- views
 
@@ -188,7 +139,7 @@ class Node:
             self.carry_out(number, self.shards[number].replica.rechained(shard))
             self._take_early(number)
         self.coordinating.seen(view)
-        self._vote()
+        self.peers.vote()
         for number in list(self.shards):
             self._exports.send(number)
             self.carry_out(number, self.shards[number].replica.inform_again())
@@ -215,12 +166,11 @@ class Node:
             self._expel()
             return
         with self.acting():
-            for call in self.lives.lost(server):
-                call.then(LOST)
+            self.peers.lost(server)
             for number, shard in list(self.shards.items()):
                 self.carry_out(number, shard.replica.heir_lost(server))
             self.copies.forget(server)
-            self._vote()
+            self.peers.vote()
             self.coordinating.heard_lost(server)
 
     def _expel(self) -> None:
@@ -235,12 +185,8 @@ class Node:
     def heard_came(self, server: Server) -> None:
         """Takes note that a worker is there, which may be a server."""
         with self.acting():
-            news = self.lives.came(server)
-            for former in news.over:
-                self.heard_lost(former)
-            for call in news.again:
-                self.later(partial(self._send, call))
-            self._vote()
+            self.peers.came(server)
+            self.peers.vote()
             self.coordinating.heard_came(server)
 
     # --- what others call
@@ -248,7 +194,7 @@ class Node:
     def handle(self, call: Call, message: Message) -> None:
         """Answers a call."""
         with self.acting():
-            if self._closed or self._expelled:
+            if self.is_closed or self._expelled:
                 call.answer(_turned_away(message))
             else:
                 self._handlers[type(message)](self, call, message)
@@ -347,30 +293,24 @@ class Node:
         for call, message in self._early.pop(number, []):
             self._logged(call, message)
 
-    def _bring(self, call: Call, message: messages.Bring) -> None:
-        shard = self.shards.get(message.shard)
-        if self._is_outdated(call, message.rows.source, message.version):
-            return
+    def _decide(self, call: Call, number: int, decide: Decide[What], what: What) -> None:
+        """Has the replica of a shard decide, if the shard is here."""
+        shard = self.shards.get(number)
         if shard is None:
             call.answer(NotHead())
         else:
-            self.carry_out(message.shard, shard.replica.imported(message.rows, call))
+            self.carry_out(number, decide(shard.replica, what, call))
+
+    def _bring(self, call: Call, message: messages.Bring) -> None:
+        if not self._is_outdated(call, message.rows.source, message.version):
+            self._decide(call, message.shard, Replica.imported, message.rows)
 
     def _tell(self, call: Call, message: messages.Telling) -> None:
-        shard = self.shards.get(message.shard)
-        if self._is_outdated(call, message.heard.source, message.version):
-            return
-        if shard is None:
-            call.answer(NotHead())
-        else:
-            self.carry_out(message.shard, shard.replica.told(message.heard, call))
+        if not self._is_outdated(call, message.heard.source, message.version):
+            self._decide(call, message.shard, Replica.told, message.heard)
 
     def _set(self, call: Call, message: messages.Setting) -> None:
-        shard = self.shards.get(message.shard)
-        if shard is None:
-            call.answer(NotHead())
-        else:
-            self.carry_out(message.shard, shard.replica.assigned(message.values, call))
+        self._decide(call, message.shard, Replica.assigned, message.values)
 
     def _get(self, call: Call, message: messages.Getting) -> None:
         shard = self.shards.get(message.shard)
@@ -430,18 +370,10 @@ class Node:
         call.answer(None)
 
     def _account_of(self, call: Call, message: messages.AccountOf) -> None:
-        shard = self.shards.get(message.shard)
-        if shard is None:
-            call.answer(NotHead())
-        else:
-            self.carry_out(message.shard, shard.replica.counted(message.sampler, call))
+        self._decide(call, message.shard, Replica.counted, message.sampler)
 
     def _lease_of(self, call: Call, message: messages.LeaseOf) -> None:
-        shard = self.shards.get(message.shard)
-        if shard is None:
-            call.answer(NotHead())
-        else:
-            self.carry_out(message.shard, shard.replica.leased(message.asked, call))
+        self._decide(call, message.shard, Replica.leased, message.asked)
 
     def _asking(self, call: Call, message: messages.Asking) -> None:
         self.coordinating.asked(call, message.what)
@@ -454,26 +386,9 @@ class Node:
         call.answer(None if self.view is None else self.view.encode())
 
     def _take_poll(self, call: Call, message: messages.Poll) -> None:
-        """Votes once the suspects are lost to this server, too; looks if they are."""
         view = View.decode(message.view)
         self.see(view)
-        self._polls.append((call, view.number, message.suspects))
-        self._vote()
-        for suspect in message.suspects:
-            if self.lives.verdict(suspect) is not Verdict.OVER:
-                self.trust(suspect)
-                self.later(partial(self.caller.look_for, suspect))
-
-    def _vote(self) -> None:
-        """Answers the polls about which this server has heard enough."""
-        waiting, self._polls = self._polls, []
-        for call, number, suspects in waiting:
-            if self.view is not None and self.view.number > number:
-                call.answer(messages.Outdated(self.view.encode()))
-            elif all(self.lives.verdict(each) is Verdict.OVER for each in suspects):
-                call.answer(True)
-            else:
-                self._polls.append((call, number, suspects))
+        self.peers.polled(call, view, message.suspects)
 
     def _describe(self, call: Call, message: messages.Describe) -> None:
         call.answer(self.host.describe(self))
@@ -522,7 +437,7 @@ class Node:
                 self.carry_out(number, effects)
 
         record = messages.Logged(number, effect.version, effect.position, effect.record)
-        self.call(effect.to, record, acknowledged)
+        self.peers.call(effect.to, record, acknowledged)
 
     def _inform(self, number: int, effect: Inform) -> None:
         assert self.view is not None
@@ -531,7 +446,7 @@ class Node:
             described = self.view.shard(other)
             if described is not None and described.chain:
                 telling = messages.Telling(other, version, heard)
-                self.call(described.head, telling, self._informed(number))
+                self.peers.call(described.head, telling, self._informed(number))
 
     def _informed(self, number: int) -> Callable[[object], None]:
         def done(answer: object) -> None:

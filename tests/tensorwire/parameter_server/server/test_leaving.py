@@ -26,7 +26,7 @@ def ask_for_a_vote(asking: Host, of: str, on: str) -> None:
     assert node.view is not None
     poll = messages.Poll(node.view.encode(), frozenset({Server(on, 0)}))
     with node.acting():
-        node.call(Server(of, 0), poll, lambda answer: None)
+        node.peers.call(Server(of, 0), poll, lambda answer: None)
 
 
 def test_servers_that_ask_each_other_for_votes_leave_at_once() -> None:
@@ -61,6 +61,6 @@ def test_a_server_that_leaves_asks_nobody_any_more_and_turns_everybody_away() ->
         with as_worker(agents[1]):
             node = host().node("default")
             with node.acting():
-                node.call(Server("ps0", 0), messages.LatestView(), answers.append)
+                node.peers.call(Server("ps0", 0), messages.LatestView(), answers.append)
         until(lambda: bool(answers))
         assert "NotHead" in repr(answers[0])
