@@ -180,7 +180,7 @@ class _Module(Lookup):
         return packed(f"table {self.table.name!r}", ids).values() if ids.is_nested else ids
 
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """LookupTable, the place of each id among them, and the place of padding."""
+        """Rows, the place of each id among them, and the place of padding."""
         self.require_no_transform()
         wanted = self._take_unique(ids)
         rows = to_device(self.table.fetch(wanted.unique), ids.device)

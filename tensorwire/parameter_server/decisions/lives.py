@@ -144,7 +144,7 @@ class Lives(Generic[Call]):
     def came(self, server: Server) -> News[Call]:
         """Takes note of a life that was heard of."""
         former = {*self._trusted, *self._kept}
-        over = [each for each in former if _is_before(each, server)]
+        over = [each for each in former if is_before(each, server)]
         self._trusted.discard(server)
         return News(tuple(sorted(over)), tuple(self._kept.pop(server, ())))
 
@@ -155,5 +155,6 @@ class Lives(Generic[Call]):
         return self._kept.pop(server, [])
 
 
-def _is_before(server: Server, other: Server) -> bool:
+def is_before(server: Server, other: Server) -> bool:
+    """True if ``other`` is a later life of the same worker."""
     return server.name == other.name and server.incarnation < other.incarnation

@@ -14,6 +14,7 @@ from typing import Final
 from tensorwire.parameter_server.decisions import orders, view_changes
 from tensorwire.parameter_server.decisions.pushes import Reached
 from tensorwire.parameter_server.decisions.tasks import (
+    WENT_BACK,
     AskAll,
     Edit,
     Effect,
@@ -27,7 +28,6 @@ from tensorwire.parameter_server.decisions.tasks import (
 from tensorwire.parameter_server.decisions.views import KEPT, Publisher, View
 from tensorwire.parameter_server.opaque import Resumed
 
-_WENT_BACK: Final = "the cluster went back to its last snapshot"
 _DECLARED: Final = "a table was declared while the version was written"
 
 
@@ -66,7 +66,7 @@ class Publishing(Tasks):
             return
         missing = [why_not_written(s, part) for s, part in zip(shards, parts, strict=True)]
         if generation != self.view.generation:
-            missing = [_WENT_BACK]
+            missing = [WENT_BACK]
         elif kept != _undeclared(self.view):
             missing = [_DECLARED]
         if any(missing):
@@ -115,7 +115,7 @@ class Publishing(Tasks):
     def _publish(self, request: int, what: orders.Commit) -> Steps:
         """Lets shards forget what a whole version holds; the cluster can go back to it."""
         if what.since.generation != self.view.generation:
-            self._effects.append(Fail(request, _WENT_BACK))
+            self._effects.append(Fail(request, WENT_BACK))
             return
         if what.snapshot is not None:
             keep = partial(view_changes.published, snapshot=what.snapshot, without=what.at.left)

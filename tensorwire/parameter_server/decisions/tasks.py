@@ -20,6 +20,8 @@ from tensorwire.parameter_server.opaque import Carried, Resumed
 PATIENCE: Final = 10.0
 """Seconds that a cluster without state waits for its servers to come back."""
 
+WENT_BACK: Final = "the cluster went back to its last snapshot"
+"""The reason for which whoever waits for a change is turned away after a roll-back."""
 _NO_SHARD: Final = -1
 
 # --- what is to be done
@@ -323,6 +325,9 @@ class Tasks:
         if change:
             self._change = task
         self._resume(task, None)
+
+    def _to_all(self, order: orders.Order) -> AskAll:
+        return AskAll({shard.number: order for shard in self.view.shards})
 
     def _line_up(self, make: Callable[[], Steps], request: int | None = None) -> None:
         """Puts a change in line: one is made after the other."""

@@ -1,4 +1,4 @@
-"""What one server asks of others, and its word on which of their lives are over.
+"""Calls to the other servers of a cluster, and this server's word on which of them are lost.
 
 The node's lock is held wherever this is called.
 """
@@ -96,12 +96,12 @@ class Peers:
             self._node.heard_lost(server)
 
     def lost(self, server: Server) -> None:
-        """A life is over: gives up calls to it."""
+        """Gives up the calls to a life that is over."""
         for call in self.lives.lost(server):
             call.then(LOST)
 
     def came(self, server: Server) -> None:
-        """A life was heard of, and with it the ends of those before it."""
+        """Takes note of a life that was heard of, and of the ends of those before it."""
         news = self.lives.came(server)
         for former in news.over:
             self._node.heard_lost(former)
@@ -132,7 +132,7 @@ class Peers:
                 self._polls.append((call, number, suspects))
 
     def end(self) -> None:
-        """Votes no more."""
+        """Turns away those who wait for a vote."""
         polls, self._polls = self._polls, []
         for call, _, _ in polls:
             call.answer(NotHead())
