@@ -16,7 +16,7 @@ from torch import Tensor
 from tensorwire.parameter_server.declarations.arguments import whole
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.kernels.arrays import Ints
-from tensorwire.parameter_server.rows.index import Index
+from tensorwire.parameter_server.rows.index import Index, vacated
 from tensorwire.parameter_server.rows.memory import Column
 
 
@@ -122,18 +122,5 @@ class RowCache:
         if len(old) < excess:
             others = np.flatnonzero(~staying)
             old = others[np.argsort(fetched[others], kind="stable")[:excess]]
-        self._remove(old)
-
-    def _remove(self, places: Ints) -> None:
-        """Removes rows; the last ones take their places."""
-        count, left = len(self), len(self) - len(places)
-        gone = np.zeros(count, bool)
-        gone[places] = True
-        holes = np.flatnonzero(gone[:left])
-        moving = np.flatnonzero(~gone[left:]) + left
-        self._index.remove(self._ids.rows[places, 0].copy())
-        moved = self._ids.rows[moving, 0].copy()
-        for column in (self._ids, self._step, self._values):
-            column.rows[holes] = column.rows[moving]
-            column.release(left)
-        self._index.renumber(moved, holes, left)
+        columns = (self._ids, self._step, self._values)
+        self._index.drop(old, *vacated(len(self), old), columns)

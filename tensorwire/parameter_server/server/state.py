@@ -52,6 +52,7 @@ from tensorwire.parameter_server.snapshots.contents import Restored
 from tensorwire.parameter_server.snapshots.kept import spec_of
 from tensorwire.parameter_server.snapshots.published import saved_at
 from tensorwire.parameter_server.storage import tables as many
+from tensorwire.parameter_server.storage.changes import Changes
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
 from tensorwire.parameter_server.storage.last_changes import Numbering
 from tensorwire.parameter_server.storage.table import Rows, TableShard
@@ -219,8 +220,8 @@ class ShardState:
                 if kept is None
                 else restoring.declared_table(kept, spec, self._time, self._device)
             )
-            if self.chain and self.tables[name].changes is None:
-                self.tables[name].begin_changes()
+            if self.chain and self.tables[name].watchers.changes is None:
+                self.tables[name].watchers.changes = Changes()
         else:
             group = self.dense.get(name)
             self.dense[name] = (
@@ -278,11 +279,11 @@ class ShardState:
         wanted: dict[str, Bytes] = {}
         gone: dict[str, Ints] = {}
         for name, table in self.tables.items():
-            assert table.changes is not None
-            table.changes.cut(len(table))
+            assert table.watchers.changes is not None
+            table.watchers.changes.cut(len(table))
             if version.extent is orders.Extent.CHANGES:
-                wanted[name] = table.changes.unpublished(len(table))
-                gone[name] = table.changes.gone.unpublished
+                wanted[name] = table.watchers.changes.unpublished(len(table))
+                gone[name] = table.watchers.changes.gone.unpublished
         tables = {name: table.freeze(wanted.get(name)) for name, table in self.tables.items()}
         dense = {name: _frozen(group) for name, group in self.dense.items()}
         return FrozenShard(self.slots, tables, dense, version, gone)
@@ -290,19 +291,19 @@ class ShardState:
     def _note_changes_for(self, chain: str) -> None:
         self.chain = chain
         for table in self.tables.values():
-            table.begin_changes()
+            table.watchers.changes = Changes()
 
     def _end_marks(self) -> None:
         self.chain, self._version = "", -1
         for table in self.tables.values():
-            table.end_changes()
+            table.watchers.changes = None
 
     def _publish(self, change: int) -> None:
         """Notes that a version is whole; nothing of the last one need be written again."""
         if change == self._version:
             for table in self.tables.values():
-                assert table.changes is not None
-                table.changes.publish()
+                assert table.watchers.changes is not None
+                table.watchers.changes.publish()
 
     def copied(self) -> Copied:
         """All but the rows of tables, as it is now."""
@@ -336,8 +337,8 @@ class ShardState:
                 table.enter(piece)
             if about.candidates is not None:
                 table.enter_candidates(about.candidates)
-            if about.gone is not None and table.changes is not None:
-                table.changes.enter_gone(about.gone)
+            if about.gone is not None and table.watchers.changes is not None:
+                table.watchers.changes.enter_gone(about.gone)
         for name, pieces in copied.dense.items():
             group = self.dense[name]
             group.enter(pieces.data, pieces.steps)
@@ -418,8 +419,8 @@ class ShardState:
         table.enter(restoring.rows_as_declared(moved, rows.declared, table.spec, self._time))
         if rows.candidates is not None:
             table.enter_candidates(rows.candidates)
-        if rows.gone is not None and table.changes is not None:
-            table.changes.enter_gone(rows.gone)
+        if rows.gone is not None and table.watchers.changes is not None:
+            table.watchers.changes.enter_gone(rows.gone)
 
     # --- pulls
 
@@ -484,7 +485,7 @@ class ShardState:
         self._memos.clear()
         self._numbering = None
         for table in self.tables.values():
-            table.last_changes = None
+            table.watchers.last_changes = None
 
     def _read_dense(self, to: str, name: str) -> dict[torch.dtype, Tensor] | None:
         group = self.dense[name]
@@ -543,7 +544,7 @@ def _alone(part: TablePush) -> list[TablePush]:
 
 def _copied(table: TableShard) -> CopiedTable:
     counts = (table.evicted, table.dropped)
-    gone = table.changes.gone if table.changes is not None else None
+    gone = table.watchers.changes.gone if table.watchers.changes is not None else None
     return CopiedTable(
         table.rule.hyper(), table.steps, table.swept, counts, table.candidates(), gone
     )

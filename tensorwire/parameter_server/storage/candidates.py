@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 
 from tensorwire.parameter_server.kernels.arrays import Bools, Ints
-from tensorwire.parameter_server.rows.index import Index
+from tensorwire.parameter_server.rows.index import Index, vacated
 from tensorwire.parameter_server.rows.memory import Column
 
 
@@ -54,16 +54,7 @@ class Candidates:
     def _remove(self, rows: Ints) -> None:
         if not len(rows):
             return
-        count, left = len(self), len(self) - len(rows)
-        gone = np.zeros(count, bool)
-        gone[rows] = True
-        holes = np.flatnonzero(gone[:left])
-        moving = np.flatnonzero(~gone[left:]) + left
-        self._index.remove(self._rows.rows[rows, 0].copy())
-        moved = self._rows.rows[moving, 0].copy()
-        self._rows.rows[holes] = self._rows.rows[moving]
-        self._rows.release(left)
-        self._index.renumber(moved, holes, left)
+        self._index.drop(rows, *vacated(len(self), rows), (self._rows,))
 
     def all(self) -> tuple[Ints, Ints, Ints]:
         """Ids, counts and times."""

@@ -53,7 +53,8 @@ class Frozen:
 
     def thaw(self) -> None:
         """Ends remembering, as nobody needs to know any more how the table was."""
-        self._table.thaw(self)
+        if self in self._table.watchers.frozen:
+            self._table.watchers.frozen.remove(self)
 
     def next_piece(self, size: int) -> Rows | None:
         """The next rows as they were; None after the last. Call it under the shard's lock."""

@@ -18,13 +18,14 @@ from torch import Tensor
 from tensorwire.parameter_server.declarations.rules import Rule
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.kernels.arrays import Array, Bools, Bytes, Floats, Ints, Pairs
-from tensorwire.parameter_server.rows.index import Index
+from tensorwire.parameter_server.rows.index import Index, vacated
 from tensorwire.parameter_server.rows.memory import Column
 from tensorwire.parameter_server.storage.candidates import Candidates
-from tensorwire.parameter_server.storage.changes import Changes, Gone
+from tensorwire.parameter_server.storage.changes import Gone
 from tensorwire.parameter_server.storage.frozen import Frozen
 from tensorwire.parameter_server.storage.last_changes import LastChanges, Numbering
 from tensorwire.parameter_server.storage.row_store import HostRows, store_for
+from tensorwire.parameter_server.storage.watchers import Watchers
 
 _SWEEPS: Final = 8
 """The number of searches for rows that are too old while one row grows too old."""
@@ -96,8 +97,7 @@ class TableShard:
         plain: the store if rows are float32 in the host's memory, every id gets one, and none
             leaves: such tables ``storage.tables`` reads and moves together. Else None.
         row_bytes: the bytes that one more row takes, with its place in the index.
-        changes: what has changed since a version was published; None if none ever was.
-        last_changes: when each row has changed, once a trainer that keeps rows asks; else None.
+        watchers: those who must know which rows change; false if there are none.
     """
 
     def __init__(
@@ -117,9 +117,7 @@ class TableShard:
         self._touched = Column(np.int64, 1) if spec.evict else None
         self._candidates = Candidates(spec.admit.pushes, kernels) if spec.admit else None
         self.swept = 0
-        self._frozen: list[Frozen] = []
-        self.changes: Changes | None = None
-        self.last_changes: LastChanges | None = None
+        self.watchers = Watchers()
         has_all = spec.admit is None and spec.evict is None
         self.plain = self.store if has_all and isinstance(self.store, HostRows) else None
         self._width = self.store.row_bytes + 8 + (8 if spec.evict else 0)
@@ -133,7 +131,7 @@ class TableShard:
         """The bytes that rows, state, index and marks of changes take."""
         rows = self._width * len(self)
         waiting = self._candidates.bytes if self._candidates else 0
-        marks = 2 * len(self) if self.changes is not None else 0
+        marks = 2 * len(self) if self.watchers.changes is not None else 0
         return rows + self.index.bytes + waiting + marks
 
     # --- reading
@@ -184,12 +182,12 @@ class TableShard:
             known: up to which change the asker knows each; negative for not at all.
             numbering: counts the changes.
         """
-        if self.last_changes is None:
-            self.last_changes = LastChanges(numbering, len(self))
+        if self.watchers.last_changes is None:
+            self.watchers.last_changes = LastChanges(numbering, len(self))
         strange = known < 0
         if self.spec.evict is not None:  # a row that is not there may have been
             strange = strange | (rows < 0)
-        return strange | self.last_changes.since(rows, known)
+        return strange | self.watchers.last_changes.since(rows, known)
 
     # --- changing
 
@@ -208,7 +206,7 @@ class TableShard:
         if self._candidates is not None:
             ids, grad, places = self._admitted(ids, grad, counts, time)
         rows = self.rows_for(ids, places, time - 1)
-        self.note_changes(rows)
+        self.watchers.note(rows)
         self.store.update(rows, ids, grad, self.rule, self.steps)
         if self._touched is not None:
             self._touched.rows[rows, 0] = time
@@ -266,7 +264,7 @@ class TableShard:
             self._begin(rows[new], ids[new])
         if self._touched is not None:
             old = np.flatnonzero((rows < before) & self._is_old(rows, time))
-            self.save_before(rows[old])
+            self.watchers.save_before(rows[old])
             self._begin(rows[old], ids[old])
         return rows
 
@@ -281,10 +279,7 @@ class TableShard:
         ids, values = ids[new], np.ascontiguousarray(values[new])
         rows = self.rows_for(ids, None, self.swept)
         self.store.write(rows, ids, values, self.steps)
-        if self.changes is not None:
-            self.changes.mark(rows)
-        if self.last_changes is not None:
-            self.last_changes.mark(rows)
+        self.watchers.note(rows)
         if self._touched is not None:
             self._touched.rows[rows, 0] = self.swept
 
@@ -345,8 +340,8 @@ class TableShard:
         age = time - self._touched.rows[: len(self), 0]
         old = np.flatnonzero(age >= self.spec.evict.steps)
         self.evicted += len(old)
-        if self.changes is not None:
-            self.changes.note_gone(self._ids.rows[old, 0].copy())
+        if self.watchers.changes is not None:
+            self.watchers.changes.note_gone(self._ids.rows[old, 0].copy())
         self.remove(old)
         if self._candidates is not None:
             self._candidates.forget(time - self.spec.evict.steps)
@@ -354,28 +349,18 @@ class TableShard:
     def _own_columns(self) -> tuple[Column, ...]:
         """The columns of the table itself: ids, ages, marks and numbers of changes."""
         ages = () if self._touched is None else (self._touched,)
-        marks = () if self.changes is None else self.changes.columns().values()
-        last = () if self.last_changes is None else (self.last_changes.column,)
-        return (self._ids, *ages, *marks, *last)
+        return (self._ids, *ages, *self.watchers.columns())
 
     def remove(self, rows: Ints) -> None:
         """Removes rows, all different; the last ones take their numbers."""
         if not len(rows):
             return
-        count, left = len(self), len(self) - len(rows)
-        gone = np.zeros(count, bool)
-        gone[rows] = True
-        holes = np.flatnonzero(gone[:left])
-        moving = np.flatnonzero(~gone[left:]) + left
-        self.save_before(np.concatenate([rows, moving]))
-        self.index.remove(self._ids.rows[rows, 0].copy())
-        moved = self._ids.rows[moving, 0].copy()
+        left = len(self) - len(rows)
+        holes, moving = vacated(len(self), rows)
+        self.watchers.save_before(np.concatenate([rows, moving]))
         self.store.move(moving, holes)
         self.store.release(left)
-        for column in self._own_columns():
-            column.rows[holes] = column.rows[moving]
-            column.release(left)
-        self.index.renumber(moved, holes, left)
+        self.index.drop(rows, holes, moving, self._own_columns())
         self.layout += 1
 
     # --- as a whole
@@ -395,21 +380,21 @@ class TableShard:
         columns = self.store.take(rows)
         if self._touched is not None:
             columns["touched"] = self._touched.rows[rows]
-        if self.changes is not None:
-            columns |= self.changes.taken(rows)
+        if self.watchers.changes is not None:
+            columns |= self.watchers.changes.taken(rows)
         return Rows(self._ids.rows[rows, 0], columns)
 
     def enter(self, rows: Rows) -> None:
         """Takes in rows of another table."""
         places = self.index.upsert(rows.ids)
         self._reserve()
-        self.save_before(places)
+        self.watchers.save_before(places)
         self._ids.rows[places, 0] = rows.ids
         self.store.put(places, rows.columns)
         if self._touched is not None and "touched" in rows.columns:
             self._touched.rows[places] = rows.columns["touched"]
-        if self.changes is not None:
-            self.changes.enter(places, rows.columns)
+        if self.watchers.changes is not None:
+            self.watchers.changes.enter(places, rows.columns)
 
     def take_candidates(self, slots: Bools) -> tuple[Ints, Ints, Ints] | None:
         """Ids in marked slots that wait for a row, with their counts; they are no more here."""
@@ -424,19 +409,11 @@ class TableShard:
         """A copy of the ids that wait for a row, with their counts."""
         return self._candidates.all() if self._candidates is not None else None
 
-    def begin_changes(self) -> None:
-        """Notes what changes from now on, beginning with nothing."""
-        self.changes = Changes()
-
-    def end_changes(self) -> None:
-        """Notes no longer what changes, and frees the memory of what was noted."""
-        self.changes = None
-
     def take_gone(self, slots: Bools) -> Gone | None:
         """Evicted ids in marked slots, which were to be published; they are no more here."""
-        if self.changes is None:
+        if self.watchers.changes is None:
             return None
-        return self.changes.take_gone(lambda ids: self.in_slots(ids, slots))
+        return self.watchers.changes.take_gone(lambda ids: self.in_slots(ids, slots))
 
     # --- as it was
 
@@ -447,32 +424,8 @@ class TableShard:
             wanted: by row, 1 for those that are to be remembered; None for all rows.
         """
         frozen = Frozen(self, self._k, wanted)
-        self._frozen.append(frozen)
+        self.watchers.frozen.append(frozen)
         return frozen
-
-    def thaw(self, frozen: Frozen) -> None:
-        """Ends remembering, as nobody needs to know any more how the rows were."""
-        if frozen in self._frozen:
-            self._frozen.remove(frozen)
-
-    @property
-    def is_watched(self) -> bool:
-        """True while somebody must know which rows change; see :meth:`note_changes`."""
-        is_noted = self.changes is not None or self.last_changes is not None
-        return is_noted or bool(self._frozen)
-
-    def note_changes(self, rows: Ints) -> None:
-        """Saves and marks rows that are about to change, for those who must know."""
-        self.save_before(rows)
-        if self.changes is not None:
-            self.changes.mark(rows)
-        if self.last_changes is not None:
-            self.last_changes.mark(rows)
-
-    def save_before(self, rows: Ints) -> None:
-        """Saves rows that are about to change for those who must know how they were."""
-        for frozen in self._frozen:
-            frozen.save(rows)
 
     def pieces(self, size: int) -> Iterator[Rows]:
         """All rows, copied some at a time."""

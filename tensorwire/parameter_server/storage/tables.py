@@ -234,8 +234,8 @@ def _rows_for(tables: Tables, whole: ManyParts, ends: Sequence[int], time: int) 
             part.ids, part.places, time
         )
     for place, table in enumerate(tables):
-        if table.is_watched:
-            table.note_changes(rows[ends[place] - whole.sizes[place] : ends[place]])
+        if table.watchers:
+            table.watchers.note(rows[ends[place] - whole.sizes[place] : ends[place]])
     return rows
 
 

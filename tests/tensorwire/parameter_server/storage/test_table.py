@@ -16,6 +16,7 @@ from tensorwire.parameter_server.declarations import rules
 from tensorwire.parameter_server.declarations.initialisers import Constant, Uniform
 from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
+from tensorwire.parameter_server.storage.changes import Changes
 from tensorwire.parameter_server.storage.table import Part, TableShard
 
 K = kernels.kernels()
@@ -49,15 +50,15 @@ def test_rows_saved_before_and_after_somebody_publishes_are_read_together() -> N
     push(table, [1, 2, 3], 1)
     frozen = table.freeze()
     push(table, [1], 2)
-    table.begin_changes()
+    table.watchers.changes = Changes()
     push(table, [2], 3)
-    table.end_changes()
+    table.watchers.changes = None
     push(table, [3], 4)
     (piece,) = iter(lambda: frozen.next_piece(10), None)
     assert sorted(piece.ids.tolist()) == [1, 2, 3]
     assert piece.columns["weight"][:, 0].tolist() == [1.0, 1.0, 1.0]
     frozen.thaw()
-    assert not table.is_watched, "updates cost as much as if nobody had ever published"
+    assert not table.watchers, "updates cost as much as if nobody had ever published"
 
 
 @both
@@ -201,7 +202,7 @@ def test_a_frozen_table_is_as_it_was_whatever_happens_meanwhile(k) -> None:
             for _ in range(2):
                 time += 1
                 push(table, r.sample(range(300), 30), time)
-        table.thaw(frozen)
+        frozen.thaw()
         assert got == truth
 
 
