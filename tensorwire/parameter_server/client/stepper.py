@@ -58,7 +58,7 @@ class Stepper:
         account: counts exchanges.
         given: the batches whose samples the next push has trained.
         nans: what happens to gradients that are not finite.
-        pushed: is called after each push.
+        pushed: is called after each push, once servers have it.
 
     Attributes:
         nans: see the argument.
@@ -121,18 +121,21 @@ class Stepper:
             number, asked = self._session.send(gone, wanted, dense, known)
         if gone is not None:
             self._session.worker.progress.count()
-            self._pushed()
 
         def finish(timeout: float | None) -> Answer | None:
+            answer = None
             try:
                 with self._account.timed("waiting"):
                     if asked is not None:
-                        return self._account.counted(asked, self._session.wait_for(asked, timeout))
-                    if number >= 0:
+                        joined = self._session.wait_for(asked, timeout)
+                        answer = self._account.counted(asked, joined)
+                    elif number >= 0:
                         self._session.wait_until_safe(number, timeout)
-                return None
             finally:
                 self._session.keep(number)
+            if gone is not None:  # a version that is due now has this push
+                self._pushed()
+            return answer
 
         return Exchanging(finish)
 
