@@ -166,14 +166,16 @@ def test_versions_are_due_by_steps_and_hold_what_was_pushed(tmp_path: Path) -> N
 def test_a_version_is_due_once_the_push_that_it_must_hold_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted, under_way = publishing.Publishing.note_step, []
+    clusters: list[ps.Cluster] = []
+    noted, safe = publishing.Publishing.note_step, []
 
     def note(self: ps.Publishing, step: int) -> None:
-        under_way.append(len(self._cluster.session._kept))
+        safe.append(clusters[0].session.is_safe_within(step - 1, 0))
         noted(self, step)
 
     def go() -> None:
         cluster = ps.connect(["ps0"])
+        clusters.append(cluster)
         items = _items(cluster)
         cluster.publish(tmp_path, ps.Steps(1))
         for step in range(1, 5):
@@ -181,7 +183,7 @@ def test_a_version_is_due_once_the_push_that_it_must_hold_is_safe(
 
     monkeypatch.setattr(publishing.Publishing, "note_step", note)
     train([go])
-    assert under_way == [0] * 4
+    assert safe == [True] * 4
 
 
 def _shards(cluster: ps.Cluster) -> list[Any]:
