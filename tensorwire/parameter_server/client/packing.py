@@ -40,20 +40,23 @@ class Packer:
         asked.missing, asked.answers = set(view.active), {}
         asked.splits = [splitting.split(ids, view.slots, view.epoch) for ids in asked.tables]
 
-    def question(self, asked: PendingPull, shard: int, trainer: int) -> messages.Ask:
+    def question(
+        self, asked: PendingPull, splits: Sequence[splitting.Split], shard: int, trainer: int
+    ) -> messages.Ask:
         """A shard's part of a pull.
 
         Args:
-            asked: the pull, which was split.
+            asked: the pull.
+            splits: its tables, as they were split for the shards of which this is one.
             shard: its number.
             trainer: number of this trainer; -1 if it is none.
         """
-        tables = tuple([parted.parts[shard][1] for parted in asked.splits])
+        tables = tuple([parted.parts[shard][1] for parted in splits])
         name = self._worker.info.name
         number = -1 if asked.is_aside else trainer
         known = tuple([
             each.at(shard, parted.parts[shard][0])
-            for each, parted in zip(asked.known, asked.splits, strict=False)
+            for each, parted in zip(asked.known, splits, strict=False)
         ])  # fmt: skip
         return messages.Ask(number, name, asked.number, tables, asked.dense, known)
 

@@ -331,6 +331,8 @@ class Session:
             return
         view, head = self.view, described.head
         epoch, client = view.epoch, self.trainer.number
+        # A pull may be split anew for a later view before this is sent.
+        by, splits = (asked.epoch, asked.splits) if asked is not None else (-1, [])
 
         def send() -> None:
             push = pull = None
@@ -339,8 +341,8 @@ class Session:
                 load = self.packer.load(whole, view, shard, head)
                 push = Push(client, number, epoch, kind, load, whole.batches)
             if asked is not None:
-                question = self.packer.question(asked, shard, self.trainer.number)
-                pull = Pull(asked.step, asked.epoch, question)
+                question = self.packer.question(asked, splits, shard, self.trainer.number)
+                pull = Pull(asked.step, by, question)
             message = messages.Exchange(self.cluster, shard, push, pull)
             begin = time.perf_counter()
 
