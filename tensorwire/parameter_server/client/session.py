@@ -197,8 +197,9 @@ class Session:
                 self._errors[number] = full
             elif full is not None and asked is not None:
                 asked.error = full
-            for shard in self.view.active:
-                self._post(shard, number, whole, asked)
+            if whole is not None or asked is not None:  # else there is nothing to answer
+                for shard in self.view.active:
+                    self._post(shard, number, whole, asked)
         return number, asked
 
     def _no_room(self, whole: StepPush | None) -> Exception | None:

@@ -13,6 +13,7 @@ from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.messaging.messages import Exchange, Message
 from tests.tensorwire.parameter_server.clusters import run
+from tests.waiting import until
 
 
 def _with_other_shards(view: View) -> View:
@@ -51,3 +52,14 @@ def test_a_pull_that_is_split_anew_before_all_of_it_is_sent_goes_on(
 
     with local_group("ps0", "ps1", "trainer0") as agents:
         assert run(agents[2:], [go]) == [[1.0] * 20]
+
+
+def test_a_reload_without_dense_parameters_leaves_nothing_to_wait_for() -> None:
+    """Servers have nothing to answer to it, so that a shutdown would wait for ever."""
+
+    def go() -> None:
+        ps.connect(["ps0", "ps1"]).reload()
+
+    with local_group("ps0", "ps1", "trainer0") as agents:
+        run(agents[2:], [go])
+        until(agents[2].is_quiet)
