@@ -26,7 +26,7 @@ def _with_other_shards(view: View) -> View:
 def test_a_pull_that_is_split_anew_before_all_of_it_is_sent_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a thread does that hears of a later view while another one sends."""
+    """Splits the pull as a thread does that hears of a later view while another one sends."""
 
     def go() -> list[float]:
         cluster = ps.connect(["ps0", "ps1"], consistency=ps.Async())
@@ -55,7 +55,7 @@ def test_a_pull_that_is_split_anew_before_all_of_it_is_sent_goes_on(
 
 
 def test_a_reload_without_dense_parameters_leaves_nothing_to_wait_for() -> None:
-    """Servers have nothing to answer to it, so that a shutdown would wait for ever."""
+    """Asks servers for nothing: they have no answer to that, and a shutdown waited for ever."""
 
     def go() -> None:
         ps.connect(["ps0", "ps1"]).reload()
