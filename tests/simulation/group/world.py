@@ -13,8 +13,7 @@ What the transports promise is modelled exactly, for the protocols may rely on i
 - A death is reported to everybody some time. A worker's leaving is reported after what
   it had sent.
 - A worker that is stopped wakes with its messages, calls and timers as they were, maybe between a
-  decision and what it sends for it. If it is declared lost meanwhile, it hears so some time after
-  it woke.
+  decision and what it sends for it. If it is lost meanwhile, it hears so some time after it woke.
 
 How a loss is noticed, and how word of it spreads, is not played (``liveness``,
 ``membership``): here a loss is news that reaches everybody some time.
