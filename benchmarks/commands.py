@@ -116,7 +116,8 @@ class Command:
 
     Args:
         verb: ``prepare`` a row, ``measure`` it, ``count`` the functions called or ``record`` the
-            spans since this was last said, ``forget`` what was prepared, or ``leave``.
+            spans since this was last said, ``locate`` itself on the host's cores, ``forget`` what
+            was prepared, or ``leave``.
         row: the row's key.
         caller: the member's number among those who call, from 0.
         seconds: how long to measure.
@@ -148,12 +149,14 @@ class Answer:
         nanoseconds: how long each operation took.
         calls: how often each function was called, if that was asked.
         spans: what its threads did when, if that was asked.
+        core: on which its busiest thread ran last, if that was asked.
     """
 
     seconds: float = 0.0
     nanoseconds: tuple[int, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
+    core: int | None = None
 
     def to_json(self) -> str:
         """Return this as one line."""
@@ -164,4 +167,5 @@ class Answer:
         """Rebuild what ``to_json`` wrote."""
         fields = json.loads(text)
         spans = tuple(Span(**span) for span in fields["spans"])
-        return cls(fields["seconds"], tuple(fields["nanoseconds"]), fields["calls"], spans)
+        read = {"nanoseconds": tuple(fields["nanoseconds"]), "spans": spans}
+        return cls(**fields | read)

@@ -49,10 +49,13 @@ class Slice:
     Args:
         nanoseconds: the duration of each operation, of all callers.
         per_second: how many units they did together in a second.
+        shared_core: whether a caller was on the core of the one it calls at the end; None if
+            there are more processes than cores, or the kernel does not tell.
     """
 
     nanoseconds: tuple[int, ...]
     per_second: float
+    shared_core: bool | None = None
 
 
 class Group:
@@ -134,7 +137,16 @@ class Group:
         return Slice(
             tuple(duration for answer in answers for duration in answer.nanoseconds),
             sum(row.units * len(answer.nanoseconds) / answer.seconds for answer in answers),
+            self._shares_core(callers),
         )
+
+    def _shares_core(self, callers: Sequence[_Member]) -> bool | None:
+        if not 1 < len(self._members) <= (os.cpu_count() or 1):
+            return None
+        asked = [self._members[PEER_RANK], *callers]
+        self._ask(asked, Command("locate"))
+        peer, *cores = (member.answer().core for member in asked)
+        return None if peer is None or None in cores else peer in cores
 
     def count(self, row: Row, operations: int) -> tuple[dict[str, int], dict[str, int]]:
         """Run the row's operation so often; return what the first caller and the peer called."""
@@ -168,7 +180,7 @@ class Group:
         others = [member for rank, member in enumerate(self._members) if rank != PEER_RANK]
         return others[: row.callers]
 
-    def _ask(self, members: list[_Member], command: Command) -> None:
+    def _ask(self, members: Sequence[_Member], command: Command) -> None:
         for member in members:
             member.ask(command)
 

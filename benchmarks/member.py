@@ -11,7 +11,7 @@ from typing import TextIO, cast
 
 import torch
 
-from benchmarks import counts, timeline
+from benchmarks import counts, places, timeline
 from benchmarks.bindings import OURS, Api, load, make_main_job_importable
 from benchmarks.commands import Answer, Command, Place
 from benchmarks.workloads import ROWS, Operation
@@ -62,6 +62,8 @@ def _obey(
             return Answer(calls=counts.take())
         case "record":
             return Answer(spans=tuple(timeline.take()))
+        case "locate":
+            return Answer(core=places.take())
         case "forget":
             operations.clear()
             return Answer()

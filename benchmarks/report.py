@@ -50,6 +50,10 @@ def remarks(lines: Sequence[Line]) -> list[str]:
     if {"empty", "metrics"} <= rows.keys() and OURS in rows["empty"]:
         share = rows["metrics"]["raw"].microseconds / rows["empty"][OURS].microseconds
         said.append(f"empty call, {OURS}: {share:.1%} of its time is counting for rpc.metrics()")
+    for name, cell in rows.get("empty", {}).items():
+        if cell.known_core:
+            rounds = f"{cell.shared_core} of {cell.known_core} rounds"
+            said.append(f"empty call, {name}: both processes on one core in {rounds}")
     counts = [line for line in lines if line.key.startswith("callers")]
     for name in counts[0].cells if len(counts) > 1 else ():
         rates = [line.cells[name].per_second for line in counts]

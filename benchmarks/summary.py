@@ -40,12 +40,17 @@ class Cell:
         per_second: median over the rounds of units done per second.
         ratio: how many times better than the first column, round by round;
             above 1 is better, for times and for rates.
+        shared_core: the rounds in which a caller was on the core of the one it calls, of those
+            of which it is known.
+        known_core: the number of those.
     """
 
     microseconds: float
     microseconds_p99: float
     per_second: float
     ratio: Spread
+    shared_core: int = 0
+    known_core: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,8 @@ def _cell(measure: Measure, turns: Sequence[Slice], first: Sequence[Slice]) -> C
         Spread.of(
             [_times_better(measure, turn, base) for turn, base in zip(turns, first, strict=True)]
         ),
+        sum(turn.shared_core is True for turn in turns),
+        sum(turn.shared_core is not None for turn in turns),
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import places
 from benchmarks.commands import Answer, Birth, Column, Command, Place
 from benchmarks.group import Slice
 from benchmarks.report import remarks, table_line
@@ -79,7 +81,7 @@ _COLUMN = Column("ours", "ours", "TENSORPIPE", {"num_worker_threads": 1}, {"A": 
     "message",
     [
         Command("measure", "empty", 1, 0.5, 3),
-        Answer(0.5, (1, 2, 3)),
+        Answer(0.5, (1, 2, 3), core=1),
         Birth(Place(_COLUMN, 1, 2, "/a/file"), 3, 4, "/a/log"),
     ],
     ids=lambda message: type(message).__name__,
@@ -92,3 +94,28 @@ def test_messages_survive_the_way_to_a_member_and_back(message: Any) -> None:
 def test_every_row_has_its_own_key_and_title() -> None:
     assert all(row.key == key for key, row in ROWS.items())
     assert len({row.title for row in ROWS.values()}) == len(ROWS)
+
+
+def test_the_remarks_say_how_often_both_processes_shared_a_core() -> None:
+    turns = tuple(Slice((1000,), 1.0, shared) for shared in (True, False, True, None))
+    line = summarize(_measured("empty", ours=turns))
+    assert remarks([line]) == ["empty call, ours: both processes on one core in 2 of 3 rounds"]
+
+
+def _thread(tasks: Path, name: str, ran: int, core: int) -> None:
+    folder = tasks / name
+    folder.mkdir(exist_ok=True)
+    (folder / "schedstat").write_text(f"{ran} 5 7\n")
+    (folder / "stat").write_text(f"{name} (a) b) S {' '.join(['0'] * 35)} {core} 0\n")
+
+
+def test_a_process_is_where_its_thread_is_that_ran_most_lately(tmp_path: Path) -> None:
+    _thread(tmp_path, "10", 1000, core=3)
+    _thread(tmp_path, "11", 10, core=1)
+    assert places.take(tmp_path) == 3
+    _thread(tmp_path, "11", 500, core=2)
+    assert places.take(tmp_path) == 2
+
+
+def test_where_the_kernel_tells_no_core_there_is_none(tmp_path: Path) -> None:
+    assert places.take(tmp_path / "absent") is None
