@@ -14,7 +14,7 @@ from tensorwire.parameter_server.client.assignment import Assignment
 from tensorwire.parameter_server.client.file_loading import FileLoader
 from tensorwire.parameter_server.client.file_reading import FileToRead, Mark
 from tensorwire.parameter_server.client.tracking import Ticket, Tracked
-from tensorwire.parameter_server.decisions.files import Part
+from tensorwire.parameter_server.decisions.files import Part, checksum
 from tensorwire.parameter_server.opaque import UserValue
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ class TrackedFiles(Tracked):
         self._ends: list[int] = []
         """Files whose ends no ticket has told of yet."""
         self._pushes: dict[int, int] = {}
-        self._in_push: set[int] = set()
+        self._begins: dict[int, int] = {}
+        """By file, the checksum of the position at which its next part begins."""
+        self._in_push: dict[int, bytes | None] = {}
+        """By file, the position that the next push reaches."""
 
     # --- what the loader is to read
 
@@ -135,11 +138,12 @@ class TrackedFiles(Tracked):
         """See :class:`Tracked`."""
         if not len(self._cluster.given):
             self._pushes |= {number: self._pushes_of(number) + 1 for number in self._in_push}
+            self._begins |= {number: checksum(at) for number, at in self._in_push.items()}
             self._in_push.clear()
         ticket = self._numbered(ticket)
         if not super().give(ticket):
             return False
-        self._in_push.update(part.file for part in ticket.parts)
+        self._in_push |= {part.file: part.position for part in ticket.parts}
         for part in ticket.parts:
             if part.position is None:
                 self._ended.pop(part.file, None)
@@ -147,8 +151,17 @@ class TrackedFiles(Tracked):
 
     def _numbered(self, ticket: Ticket) -> Ticket:
         """Returns the parts with the pushes before each."""
-        parts = [replace(part, pushes=self._pushes_of(part.file)) for part in ticket.parts]
+        parts = [
+            replace(part, pushes=self._pushes_of(part.file), begins=self._begin_of(part.file))
+            for part in ticket.parts
+        ]
         return replace(ticket, parts=tuple(parts))
+
+    def _begin_of(self, number: int) -> int:
+        if number not in self._begins:
+            begun = self._assigned.begun.get(number)
+            self._begins[number] = checksum(None if begun is None else begun.position)
+        return self._begins[number]
 
     def _pushes_of(self, number: int) -> int:
         if number not in self._pushes:
@@ -159,6 +172,7 @@ class TrackedFiles(Tracked):
     def _look(self) -> bool:
         self._batches, self._files, self._unread, self._ends = None, (), [], []
         self._pushes.clear()
+        self._begins.clear()
         self._in_push.clear()
         return super()._look()
 

@@ -6,7 +6,14 @@ import pytest
 
 from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import BSP, Async, Consistency
-from tensorwire.parameter_server.decisions.files import Begun, Part, advanced, finished, merged
+from tensorwire.parameter_server.decisions.files import (
+    Begun,
+    Part,
+    advanced,
+    checksum,
+    finished,
+    merged,
+)
 from tensorwire.parameter_server.decisions.pushes import Apply, Cut, Effect, Push, PushKind
 from tensorwire.parameter_server.decisions.samples import Account, Batches, LeaseAsked, Leased
 
@@ -67,6 +74,16 @@ def test_a_part_that_begins_elsewhere_is_a_step_but_moves_nothing(pushes: int) -
     it.push(0, Part(0, 0, b"3"))
     assert applied(it.push(0, Part(0, pushes, b"9"))) == []
     assert it.account.begun == (Begun(0, 1, b"3"),)
+
+
+def test_a_part_that_begins_behind_as_many_pushes_elsewhere_moves_nothing() -> None:
+    """A trainer that was told of an older state has read the first part again, up to 5."""
+    it = _Game(0)
+    assert applied(it.push(0, Part(0, 0, b"3", checksum(None)))) == [0]
+    assert applied(it.push(0, Part(0, 0, b"5", checksum(None)))) == []
+    assert applied(it.push(0, Part(0, 1, b"8", checksum(b"5")))) == []
+    assert applied(it.push(0, Part(0, 1, b"8", checksum(b"3")))) == [0]
+    assert it.account.begun == (Begun(0, 2, b"8"),)
 
 
 def test_a_part_of_a_file_that_is_done_moves_nothing() -> None:

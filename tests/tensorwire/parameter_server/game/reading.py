@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tensorwire.parameter_server.decisions.files import Begun, Part, finished
+from tensorwire.parameter_server.decisions.files import Begun, Part, checksum, finished
 from tensorwire.parameter_server.decisions.samples import Account, Batches
 
 SAMPLER = "samples"
@@ -49,7 +49,9 @@ def parts_of_files(
         behind = min(length_of(file), first + dice.randint(1, 3))
         records += [(file, number) for number in range(first, behind)]
         is_over = first == behind or (behind == length_of(file) and dice.random() < 0.5)
-        parts.append(Part(file, before.pushes, None if is_over else str(behind).encode()))
+        begins = checksum(before.position if before.pushes else None)
+        to = None if is_over else str(behind).encode()
+        parts.append(Part(file, before.pushes, to, begins))
     batches = Batches(SAMPLER, deal, finished(parts), tuple(parts), (0, end))
     return Work(batches, tuple(records))
 

@@ -54,6 +54,8 @@ class TrainerProcess(Process):
         self.account = Account()
         self.deals_known = -1
         self.deals_heard = 0
+        self.is_late = False
+        """It goes by an account that lacks pushes of its own, and may push the same once more."""
         self.leasing = Leasing(self)
 
     def handle(self, sender: Server, number: int, what: Any) -> None:
@@ -302,8 +304,8 @@ class TrainerProcess(Process):
             if step != (self.generation, self.next) or self.phase != "work":
                 return
             if isinstance(answer, Counted) and shard in self.game.view.shards:
-                if answer.deals < self.deals_heard or self.lacks_last_push(answer.account):
-                    self.game.late.add((self.number, self.next))  # by a head that is behind
+                behind = answer.deals < self.deals_heard  # by a head that has just taken over
+                self.is_late = behind or self.lacks_own_push(answer.account)
                 self.account = answer.account
                 self.deals_known = self.deals_heard = answer.deals
                 self.train_batches()
@@ -332,10 +334,15 @@ class TrainerProcess(Process):
         if work is not None:
             self.account = self.account.trained(self.number, work.batches)
         self.game.works[self.number, self.next] = work
+        if self.is_late:
+            self.game.late.add((self.number, self.next))
         self.push(self.next, PushKind.FINISH if done else kind)
         self.next += 1
         if done:
             self.phase = "finish"
+        elif self.game.plan.looks and dice.random() < 0.2:
+            self.deals_known = -1
+            self.train()  # without a wait, as after Cluster.exchange: it is told of an older state
         else:
             self.pull()
 
@@ -346,10 +353,12 @@ class TrainerProcess(Process):
             return whole_batches(deal, numbers)
         return parts_of_files(deal, numbers, account.begun, plan.batches, self.game.random)
 
-    def lacks_last_push(self, account: Account) -> bool:
-        """True if an account is older than this trainer's last push, or does without it."""
-        last = self.game.works.get((self.number, self.next - 1))
-        return last is not None and not has(account, last.batches)
+    def lacks_own_push(self, account: Account) -> bool:
+        """True if an account is older than this trainer's pushes of its deal, or goes without."""
+        works = [self.game.works.get((self.number, n)) for n in range(self.start, self.next)]
+        deal = account.deal.number
+        own = [work.batches for work in works if work is not None and work.batches.deal == deal]
+        return not all(has(account, batches) for batches in own)
 
     def given(self) -> list[int]:
         """The batches that are this trainer's, as far as it knows."""
