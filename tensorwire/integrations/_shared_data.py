@@ -134,6 +134,10 @@ class SharedLoader:
         self._held, self._ended = None, ended
         self.position, self.is_done = None, False
 
+    def close(self) -> None:
+        """Lets go of what reads the batches, and with it of worker processes."""
+        self._data, self._held, self._steps = None, None, iter(())
+
     def __iter__(self) -> Iterator[Any]:
         if self._data is None:
             raise RuntimeError(
@@ -304,7 +308,7 @@ class SharedData:
         return self._loader is not None and self._loader.is_done
 
     def ended(self) -> None:
-        """Says if training ends and samples are left."""
+        """Says if training ends and samples are left, and lets go of the loader."""
         if self._data is not None and not self.is_done:
             progress = self._data.progress
             _logger.warning(
@@ -312,6 +316,8 @@ class SharedData:
                 "others", progress.total - progress.trained, progress.total,
             )  # fmt: skip
         self._data = None
+        if self._loader is not None:
+            self._loader.close()
 
     def _show(self, state: TrainerState, step: int) -> None:
         for each in self._trainer.callback_handler.callbacks:

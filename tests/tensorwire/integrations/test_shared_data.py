@@ -6,6 +6,7 @@ The model is a table that counts: each sample adds one to its own entry.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -30,6 +31,7 @@ from tensorwire.integrations.transformers import ParameterServerCallback  # noqa
 from tensorwire.parameter_server.decisions import tasks  # noqa: E402
 from tests.tensorwire.integrations.tiny import PLAIN, SERVERS, arguments  # noqa: E402
 from tests.tensorwire.parameter_server.clusters import run  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -454,6 +456,7 @@ class TestWhatCannotBeHonoured:
 
         def go() -> list[int]:
             trainer.train()
+            until(lambda: not multiprocessing.active_children())  # the workers of the loader
             assert "this Trainer was stopped; 40 of 48 samples are not trained" in caplog.text
             stop.step = -1
             trainer.train()
@@ -463,7 +466,7 @@ class TestWhatCannotBeHonoured:
 
         caplog.set_level(logging.WARNING)
         stop = Stop()
-        trainer = make(tmp_path, SERVERS, stop)
+        trainer = make(tmp_path, SERVERS, stop, dataloader_num_workers=1)
         seen = as_trainer(go)
         assert sorted(seen) == sorted([*range(24)] * EPOCHS)
         assert counts(trainer) == [EPOCHS] * 24
