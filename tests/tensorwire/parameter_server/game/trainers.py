@@ -334,7 +334,7 @@ class TrainerProcess(Process):
         if work is not None:
             self.account = self.account.trained(self.number, work.batches)
         self.game.works[self.number, self.next] = work
-        if self.is_late:
+        if self.is_late or self.had_a_late_push():
             self.game.late.add((self.number, self.next))
         self.push(self.next, PushKind.FINISH if done else kind)
         self.next += 1
@@ -359,6 +359,13 @@ class TrainerProcess(Process):
         deal = account.deal.number
         own = [work.batches for work in works if work is not None and work.batches.deal == deal]
         return not all(has(account, batches) for batches in own)
+
+    def had_a_late_push(self) -> bool:
+        """True if an earlier push of the same deal may be refused, and a new deal begin."""
+        deal = self.account.deal.number
+        works = {n: self.game.works.get((self.number, n)) for n in range(self.start, self.next)}
+        own = [n for n, work in works.items() if work is not None and work.batches.deal == deal]
+        return any((self.number, n) in self.game.late for n in own)
 
     def given(self) -> list[int]:
         """The batches that are this trainer's, as far as it knows."""
