@@ -29,10 +29,10 @@ class Files(Counted):
     begun.
 
     Args:
-        cluster: see :class:`Counted`.
-        spec: likewise.
+        cluster: the cluster.
+        spec: what all trainers have agreed about.
         sources: the files.
-        rank: as of :class:`Counted`.
+        rank: this trainer's, if the assignment is static.
     """
 
     def __init__(

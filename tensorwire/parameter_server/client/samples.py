@@ -49,9 +49,9 @@ class Samples(Counted, Sampler[list[int]]):
     whose pushes are part of the state; it goes back, and is restored, with everything else.
 
     Args:
-        cluster: see :class:`Counted`.
-        spec: likewise.
-        rank: likewise.
+        cluster: the cluster.
+        spec: what all trainers have agreed about.
+        rank: this trainer's, if the assignment is static.
     """
 
     def __init__(self, cluster: Cluster, spec: SamplerSpec, rank: int = 0) -> None:
