@@ -108,8 +108,11 @@ class Stepper:
         Raises:
             GradientError: gradients are not finite; see :class:`NanPolicy`.
             RolledBack: see there.
+            RuntimeError: the batch of a tracked loop was pushed already.
         """
         self._session.servers.require_own_process()
+        if push is not None and self._given.pushed == self._session.rollbacks:
+            self._given.require_new()
         if push is not None or skip:
             self._membership.join()
         gone: StepPush | None = None

@@ -53,9 +53,15 @@ class Ticket:
 
 
 class Given:
-    """The batches that were given out since the last push of this trainer."""
+    """The batches that were given out since the last push of this trainer.
+
+    Attributes:
+        pushed: how often the cluster had gone back when the batches of a loop that goes on were
+            pushed, none of which has been given out since; else -1.
+    """
 
     def __init__(self) -> None:
+        self.pushed = -1
         self._tickets: list[Ticket] = []
         self._loops: dict[str, int] = {}
         self._live: set[str] = set()
@@ -66,6 +72,7 @@ class Given:
 
     def add(self, ticket: Ticket) -> None:
         """Notes a batch that is given out."""
+        self.pushed = -1
         self._tickets.append(ticket)
 
     def require_no_others(self, sampler: str) -> None:
@@ -83,6 +90,7 @@ class Given:
 
     def forget(self) -> None:
         """Forgets what was given out, as it will not be pushed."""
+        self.pushed = -1
         self._tickets.clear()
 
     def begin(self, sampler: str) -> int:
@@ -96,7 +104,7 @@ class Given:
         Returns:
             The number of the loop.
         """
-        self._live.discard(sampler)
+        self.end(sampler)
         self._tickets = [each for each in self._tickets if each.sampler in self._live]
         self._live.add(sampler)
         self._loops[sampler] = self._loops.get(sampler, 0) + 1
@@ -108,7 +116,22 @@ class Given:
 
     def end(self, sampler: str) -> None:
         """Ends the latest loop over a sampler; what it gave out may still be pushed."""
+        self.pushed = -1
         self._live.discard(sampler)
+
+    def require_new(self) -> None:
+        """Refuses gradients of batches that were pushed already.
+
+        Raises:
+            RuntimeError: a loop over a sampler goes on, and its last batch was pushed.
+        """
+        if self.pushed >= 0:
+            names = ", ".join(map(repr, sorted(self._live)))
+            raise RuntimeError(
+                f"sampler {names}: the batch that was given out last has been pushed, and no other "
+                "has been given out since; its samples would move the rows twice and count once. "
+                "Push all gradients of a batch in one step"
+            )
 
     def take(self, rollbacks: int) -> Batches | None:
         """Makes a push of all that was given out, unless the cluster went back meanwhile.
@@ -117,9 +140,11 @@ class Given:
             rollbacks: how often the cluster went back.
 
         Returns:
-            The batches, which are of one sampler; None if there are none.
+            The batches, which are of one sampler; None if all are from before it went back.
         """
         tickets, self._tickets = self._tickets, []
+        if tickets[0].sampler in self._live:
+            self.pushed = rollbacks
         if len(tickets) == 1 and not tickets[0].parts:  # as in almost each step
             (only,) = tickets
             is_current = only.rollbacks == rollbacks

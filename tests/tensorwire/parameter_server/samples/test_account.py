@@ -76,6 +76,33 @@ class TestAStepThatMovesNothing:
         assert train([go]) == [(expected, ps.Progress(1, 12, 0, 0))]
 
 
+class TestASecondStep:
+    @under_each
+    def test_is_refused_as_it_has_no_batch_of_its_own(self, under: Any) -> None:
+        def go() -> list[float]:
+            it = Counting(12, consistency=under)
+            model = ps.Embedding(it.table)
+            optimizer = ps.Optimizer(it.cluster, model)
+            data = it.cluster.samples(12, batch_size=2)
+
+            def step(ids: Tensor) -> None:
+                (-model(ids).sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            for (ids,) in data.track(it.loader(data)):
+                step(ids)
+                with pytest.raises(RuntimeError, match=r"'samples': the batch .* has been pushed"):
+                    step(ids)
+                optimizer.zero_grad()
+            counts = it.counts
+            step(torch.tensor([0]))  # no loop goes on, which counts samples
+            assert it.counts == [2.0, *counts[1:]]
+            return counts
+
+        assert train([go]) == [[1.0] * 12]
+
+
 class TestSeveralTrainers:
     @under_each
     @pytest.mark.parametrize(("drop_last", "trained"), [(False, 23), (True, 20)])
