@@ -71,8 +71,8 @@ train: $(READY)
 	  --role ps:$(or $(SERVERS),2),$(SERVICE) --role trainer:$(or $(TRAINERS),2)$(if $(KILL),$(comma)max_restarts=1) \
 	  -m tutorials.parameter_server.train $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE)) $(if $(SEED),--seed $(SEED)) \
-	  $(if $(OUTPUT),--output '$(OUTPUT)') $(if $(KILL),--kill) \
-	  $(if $(FILES),--files $(FILES)) $(ARGS)
+	  $(if $(FILES),--files $(FILES)) $(if $(KILL),--kill) \
+	  $(if $(OUTPUT),--output '$(OUTPUT)') $(ARGS)
 
 .PHONY: tutorials
 tutorials: RPCRUN = $(RUN) -m tensorwire.launch --standalone
