@@ -1,6 +1,7 @@
 """Records when the threads at both ends of an operation wait, send and serve, and prints it.
 
-The methods in ``WATCHED`` are wrapped, which costs about half a microsecond for each call.
+The methods in ``WATCHED`` are wrapped, which costs about half a microsecond for each call, and
+shows nothing of compiled modules.
 All processes of a host share the clock.
 """
 

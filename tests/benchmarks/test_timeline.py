@@ -54,6 +54,7 @@ def test_an_answer_carries_spans() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.xdist_group("benchmarks")
 def test_no_thread_hands_a_step_over_tensorwire_to_another() -> None:
     column = Column("ours", bindings.OURS, "TENSORWIRE", {}, {})

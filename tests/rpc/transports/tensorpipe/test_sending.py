@@ -253,6 +253,7 @@ class TestMemoryOfAMessageThatIsNotSent:
         bench.send(Frame(FrameKind.REPLY, REQUEST, b"an error instead"))
         assert b"an error instead" in answer.value().data
 
+    @pytest.mark.interpreted
     def test_as_whoever_waits_for_room_for_it_is_interrupted(
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
