@@ -112,7 +112,7 @@ class Stepper:
         """
         self._session.servers.require_own_process()
         if push is not None and self._given.pushed == self._session.rollbacks:
-            self._given.require_new()
+            raise self._given.pushed_twice()
         if push is not None or skip:
             self._membership.join()
         gone: StepPush | None = None

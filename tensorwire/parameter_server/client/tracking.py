@@ -119,19 +119,14 @@ class Given:
         self.pushed = -1
         self._live.discard(sampler)
 
-    def require_new(self) -> None:
-        """Refuses gradients of batches that were pushed already.
-
-        Raises:
-            RuntimeError: a loop over a sampler goes on, and its last batch was pushed.
-        """
-        if self.pushed >= 0:
-            names = ", ".join(map(repr, sorted(self._live)))
-            raise RuntimeError(
-                f"sampler {names}: the batch that was given out last has been pushed, and no other "
-                "has been given out since; its samples would move the rows twice and count once. "
-                "Push all gradients of a batch in one step"
-            )
+    def pushed_twice(self) -> RuntimeError:
+        """Makes the error that refuses gradients of batches that were pushed already."""
+        names = ", ".join(map(repr, sorted(self._live)))
+        return RuntimeError(
+            f"sampler {names}: the batch that was given out last has been pushed, and no other "
+            "has been given out since; its samples would move the rows twice and count once. "
+            "Push all gradients of a batch in one step"
+        )
 
     def take(self, rollbacks: int) -> Batches | None:
         """Makes a push of all that was given out, unless the cluster went back meanwhile.

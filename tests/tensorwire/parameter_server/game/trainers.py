@@ -355,17 +355,18 @@ class TrainerProcess(Process):
 
     def lacks_own_push(self, account: Account) -> bool:
         """True if an account is older than this trainer's pushes of its deal, or goes without."""
-        works = [self.game.works.get((self.number, n)) for n in range(self.start, self.next)]
-        deal = account.deal.number
-        own = [work.batches for work in works if work is not None and work.batches.deal == deal]
-        return not all(has(account, batches) for batches in own)
+        own = self.works_of(account.deal.number)
+        return not all(has(account, work.batches) for work in own.values())
 
     def had_a_late_push(self) -> bool:
         """True if an earlier push of the same deal may be refused, and a new deal begin."""
-        deal = self.account.deal.number
-        works = {n: self.game.works.get((self.number, n)) for n in range(self.start, self.next)}
-        own = [n for n, work in works.items() if work is not None and work.batches.deal == deal]
+        own = self.works_of(self.account.deal.number)
         return any((self.number, n) in self.game.late for n in own)
+
+    def works_of(self, deal: int) -> dict[int, Work]:
+        """This trainer's pushes of a deal that have samples, by number."""
+        works = {n: self.game.works.get((self.number, n)) for n in range(self.start, self.next)}
+        return {n: work for n, work in works.items() if work and work.batches.deal == deal}
 
     def given(self) -> list[int]:
         """The batches that are this trainer's, as far as it knows."""
