@@ -21,6 +21,7 @@ COMPILED = [
     "rpc/calls/callee.py",
     "rpc/calls/caller.py",
     "rpc/calls/outstanding.py",
+    "rpc/calls/packing.py",
     "rpc/calls/service.py",
     "rpc/transports/flow.py",
     "rpc/transports/tensorwire/busy_polling.py",
@@ -32,6 +33,8 @@ COMPILED = [
     "rpc/transports/tensorwire/transport.py",
     "rpc/wire/messages.py",
     "rpc/wire/simple_values.py",
+    "rpc/wire/tensor_table.py",
+    "rpc/wire/tensor_ties.py",
 ]
 _MYPY = "mypy>=2.4,<2.5"
 _LIBRARY = "tensorwire"

@@ -26,7 +26,7 @@ import math
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -80,8 +80,8 @@ _NO_STEPS: Final = tuple((0,) * n for n in range(_MAX_DIMS + 1))
 _MAX_INLINE_DIMS: Final = 32
 _BYTES: Final = CODES[torch.uint8]
 
-_MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
-"""All memory, as ``bytes``: a slice of it copies what is there without a foreign call."""
+_MEMORY: Final[Any] = (ctypes.c_char * sys.maxsize).from_address(0)
+"""All memory: a slice of it copies what is there without a foreign call."""
 
 
 class UnpackedTensors(NamedTuple):
@@ -345,7 +345,8 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int, slots: list[torch.
             return _pack_inline(_dense(tensor.detach()), code, flags, slots)
         if ndim > 1 and (1 in shape or 0 in shape) and is_ordered(shape, strides):
             return _pack_strided(tensor, code, flags)
-        return _head(flags | _INLINE, code, shape) + _MEMORY[address : address + size]
+        elements: bytes = _MEMORY[address : address + size]
+        return _head(flags | _INLINE, code, shape) + elements
     if is_plain and is_dense(shown_once(shape, strides), strides):
         return _pack_strided(tensor, code, flags)
     if _is_expanded(tensor):
@@ -358,7 +359,8 @@ def _pack_strided(tensor: torch.Tensor, code: int, flags: int) -> bytes:
     head = _head(flags | _INLINE | _STRIDED, code, shape)
     size = math.prod(shown_once(shape, strides)) * tensor.itemsize
     address = tensor.data_ptr()
-    return head + _SIZES[len(shape)].pack(*strides) + _MEMORY[address : address + size]
+    elements: bytes = _MEMORY[address : address + size]
+    return head + _SIZES[len(shape)].pack(*strides) + elements
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

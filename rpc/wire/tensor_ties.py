@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rpc.wire.strides import is_dense, reach, shown_once
 
@@ -161,7 +162,7 @@ def _is_within_one(window: Window, parts: list[Memory]) -> bool:
 def _connected(tensors: Sequence[torch.Tensor], piece: Memory) -> list[Memory]:
     """Tells apart what only takes turns in a piece: marks, one after the other, what each shows."""
     unit = math.gcd(*[tensors[number].itemsize for _, _, number in piece.members])
-    marks = np.zeros((piece.end - piece.start) // unit, np.int32)
+    marks: NDArray[np.int32] = np.zeros((piece.end - piece.start) // unit, np.int32)
     leaders = [*range(len(piece.members) + 1)]
     for mark, (start, _, number) in enumerate(piece.members, 1):
         tensor = tensors[number]

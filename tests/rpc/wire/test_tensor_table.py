@@ -344,6 +344,7 @@ def test_the_limit_separates_inline_tensors_from_slots() -> None:
     assert [slot.numel() for slot in slots] == [large.numel()]
 
 
+@pytest.mark.interpreted
 def test_what_is_too_much_for_one_header_gets_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpc.wire.tensor_table._INLINE_IN_ALL", 100)
     sent = [torch.full((10,), float(number)) for number in range(4)]
