@@ -449,7 +449,8 @@ class Cluster:
         Raises:
             DeclarationError: it is another than before, or than in the snapshot that was restored.
             TypeError: an argument is of a wrong kind.
-            ValueError: an argument is out of range, or files and a length are given.
+            ValueError: an argument is out of range, files and a length are given, or a file is
+                there twice, two spellings of its path included.
 
         Example::
 
@@ -484,12 +485,15 @@ class Cluster:
 
         Raises:
             TypeError: ``folder`` is no path, or ``extra`` is no JSON.
+            ValueError: ``folder`` is empty.
         """
         instance("snapshot", "folder", folder, (str, os.PathLike), "a folder")
         try:
-            json.dumps(extra)
+            json.dumps(extra, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise TypeError(f"snapshot: extra={extra!r} is no plain JSON data: {error}") from None
+        if not os.fspath(folder):
+            raise ValueError(f"snapshot: folder={folder!r} must have at least one character")
         path = str(Path(folder).absolute())
         instance("snapshot", "overwrite", overwrite, bool, "True or False")
         step = self.step if self.number >= 0 else -1

@@ -21,7 +21,7 @@ from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions import view_changes, views
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
 from tensorwire.parameter_server.decisions.views import Snapshot, View
-from tensorwire.parameter_server.declarations.arguments import instance, number, whole
+from tensorwire.parameter_server.declarations.arguments import instance, number, text, whole
 from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.messaging.confirming import confirmed, known_view
 from tensorwire.parameter_server.messaging.settings import Meeting, settings_of
@@ -102,7 +102,7 @@ def connect(
     consistency = BSP() if consistency is None else consistency
     instance("connect", "consistency", consistency, (BSP, SSP, Async), "ps.BSP(), ps.SSP(n) or "
              "ps.Async()")  # fmt: skip
-    instance("connect", "name", name, str, "a text")
+    text("connect", "name", name)
     instance("connect", "restore", restore, (str, os.PathLike, type(None)), "a folder or None")
     number("connect", "timeout", timeout)
     instance("connect", "nans", nans, NanPolicy, "a ps.NanPolicy")

@@ -112,7 +112,7 @@ class Counted:
         """
         try:
             saved = SamplerSpec(**state["sampler"])
-            trained = [(int(begin), int(behind)) for begin, behind in state["trained"]]
+            trained = [_run(*each) for each in state["trained"]]
             begun = [Begun.decode(each) for each in state.get("begun", ())]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -150,6 +150,13 @@ class Counted:
         if epoch is None:
             return 0, spec.batches
         return epoch * spec.in_epoch, (epoch + 1) * spec.in_epoch
+
+
+def _run(begin: Json, behind: Json) -> tuple[int, int]:
+    """A run of numbers, as :meth:`Counted.state_dict` writes it."""
+    whole("load_state_dict", "trained", begin, least=0)
+    whole("load_state_dict", "trained", behind, least=begin + 1)
+    return begin, behind
 
 
 def progress_of(spec: SamplerSpec, account: Account) -> Progress:

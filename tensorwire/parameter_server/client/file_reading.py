@@ -53,6 +53,7 @@ class File:
         self.source = told.source
         self.epoch = told.epoch
         self._number = told.number
+        self._begin = told.position
         self._position = None if told.position is None else decode_position(told.position)
         self._is_told = False
         self._positions_set = 0
@@ -70,7 +71,8 @@ class File:
 
         Raises:
             RuntimeError: set when the data set has gone on to another file.
-            ValueError: a number that is less than before.
+            ValueError: a number that is less than before, or first the place where the reading
+                begins, behind which there is no record.
         """
         return self._position
 
@@ -81,6 +83,8 @@ class File:
                 f"samples: file {self.source!r} is another trainer's, or done: the data set has "
                 "gone on to the next file, and cannot set a position in this one"
             )
+        if position is None or not self._positions_set:
+            self._require_record(position)
         before = self._position
         if isinstance(position, Real) and isinstance(before, Real) and position < before:
             raise ValueError(
@@ -90,6 +94,22 @@ class File:
         self._position, self._is_told = position, True
         self._positions_set += 1
 
+    def _require_record(self, position: UserValue) -> None:
+        """Refuses, as the first position, the place where the reading begins.
+
+        A data set that sets it there and then behind each ``yield`` is always one record behind.
+        """
+        begin = self._begin
+        is_begin = position is None or (begin is None and _is_zero(position))
+        if begin is not None and not is_begin:
+            is_begin = encode_position(position, repr(self.source)) == begin
+        if is_begin:
+            raise ValueError(
+                f"samples: position={position!r} in file {self.source!r} is where the reading of "
+                "it begins, and behind no record; set file.position before each yield alone, to "
+                "the place behind that record"
+            )
+
     def counted(self, records: Iterable[Record]) -> Iterator[Record]:
         """Yields the records that were not trained yet, and keeps their number as the position.
 
@@ -98,6 +118,7 @@ class File:
 
         Raises:
             TypeError: the position that was kept is no number of records.
+            RuntimeError: there are fewer records than were trained.
         """
         done = 0 if self._position is None else self._position
         if not isinstance(done, int):
@@ -105,9 +126,20 @@ class File:
                 f"samples: the position in file {self.source!r} is {done!r}, and no number of "
                 "records, so that counted() cannot go on from it"
             )
-        for number, record in enumerate(islice(records, done, None), done + 1):
+        every = iter(records)
+        skipped = sum(1 for _ in islice(every, done))
+        if skipped < done:
+            raise RuntimeError(
+                f"samples: file {self.source!r} has {skipped} records, of which {done} were "
+                "trained; it must have the same records in the same order whenever it is read"
+            )
+        for number, record in enumerate(every, done + 1):
             self.position = number
             yield record
+
+
+def _is_zero(position: UserValue) -> bool:
+    return isinstance(position, Real) and position == 0
 
 
 class Reading:

@@ -92,11 +92,11 @@ def those_there(role: str) -> list[Server]:
 
 def worker_names(where: str, servers: Sequence[str]) -> list[str]:
     """Reads the argument ``servers`` of the function ``where`` as a list of names."""
-    is_list = isinstance(servers, Iterable) and not isinstance(servers, (str, bytes))
+    is_list = isinstance(servers, Sequence) and not isinstance(servers, (str, bytes))
     if not is_list or not all(isinstance(each, str) for each in servers):
         raise TypeError(f"{where}: servers={servers!r} must be a list of names of workers")
     names = list(servers)
-    if not names or len(set(names)) < len(names):
+    if not names or not all(names) or len(set(names)) < len(names):
         raise ValueError(f"{where}: servers={names!r} must be at least one name, each once")
     return names
 

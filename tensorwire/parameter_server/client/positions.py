@@ -1,4 +1,4 @@
-"""Positions inside files as bytes, and the digest of what the files are.
+"""Positions inside files as bytes.
 
 Positions lie in the cluster's view and in snapshots, which somebody else may have written. So they
 are plain data, numbers' tensors and arrays included, and reading one calls nothing else.
@@ -6,11 +6,9 @@ are plain data, numbers' tensors and arrays included, and reading one calls noth
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -104,28 +102,3 @@ def decode_position(data: bytes) -> UserValue:
         pickle.UnpicklingError: it names what is no plain data.
     """
     return _Unpickler(io.BytesIO(data)).load()
-
-
-def digest_of(sources: Iterable[object]) -> str:
-    """32 hexadecimal digits that tell lists of files from each other, by the files' pickles.
-
-    Equal texts, numbers, paths, and tuples and lists of them have equal pickles in each process.
-
-    Raises:
-        TypeError: a source cannot be pickled.
-    """
-    digest = hashlib.sha256()
-    for place, source in enumerate(sources):
-        buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer, _PROTOCOL)
-        pickler.fast = True  # which objects in it are one object makes no difference
-        try:
-            pickler.dump(source)
-        except Exception as error:
-            raise TypeError(
-                f"samples: files[{place}]={source!r} cannot be pickled, as every source must: "
-                f"{error}"
-            ) from error
-        data = buffer.getvalue()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()[:32]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.files import Files
-from tensorwire.parameter_server.client.positions import digest_of
 from tensorwire.parameter_server.client.samples import Samples
+from tensorwire.parameter_server.client.sources import digest_of, pickles_of, require_distinct
 from tensorwire.parameter_server.client.static_share import Share
 from tensorwire.parameter_server.declarations.samplers import SamplerSpec
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
+
+_NO_LIST: Final = (str, bytes, bytearray, memoryview)
+"""Sequences whose elements are not what is meant."""
 
 
 class SamplerArguments(NamedTuple):
@@ -56,9 +59,9 @@ def files_of(cluster: Cluster, files: Sequence[object], about: SamplerArguments)
 
     Raises:
         TypeError: they are no sequence, or one cannot be pickled.
-        ValueError: there is none.
+        ValueError: there is none, or one is there twice.
     """
-    is_list = isinstance(files, Sequence) and not isinstance(files, str | bytes)
+    is_list = isinstance(files, Sequence) and not isinstance(files, _NO_LIST)
     if not is_list:
         raise TypeError(
             f"samples: files={files!r} is a {type(files).__name__}, not a list of sources, such as "
@@ -67,8 +70,10 @@ def files_of(cluster: Cluster, files: Sequence[object], about: SamplerArguments)
     if not files:
         raise ValueError(f"samples: files={files!r} must have at least one source")
     name, shuffle, seed, epochs, share = about
-    replicas, digest = share.num_replicas, digest_of(files)
+    pickles, replicas = pickles_of(files), share.num_replicas
+    digest = digest_of(pickles)
     spec = SamplerSpec(name, len(files), 1, shuffle, seed, epochs, False, replicas, digest)
+    require_distinct(files, pickles)
     _declare(cluster, spec)
     return Files(cluster, spec, tuple(files), share.rank)
 

@@ -38,6 +38,22 @@ def whole(where: str, name: str, value: object, least: int = 1, below: int | Non
         raise ValueError(f"{where}: {name}={value!r} must be below {below}")
 
 
+def text(where: str, name: str, value: object) -> None:
+    """Raises unless ``value`` is a text that is not empty and that can be sent.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it is empty, or has half a surrogate pair, which UTF-8 does not know.
+    """
+    instance(where, name, value, str, "a text")
+    if not value:
+        raise ValueError(f"{where}: {name}={value!r} must have at least one character")
+    if any("\ud800" <= each <= "\udfff" for each in str(value)):
+        raise ValueError(
+            f"{where}: {name}={value!r} has half a surrogate pair, which cannot be written as UTF-8"
+        )
+
+
 def instance(
     where: str, name: str, value: object, kind: type | tuple[type, ...], wanted: str
 ) -> None:

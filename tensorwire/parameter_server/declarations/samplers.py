@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 
-from tensorwire.parameter_server.declarations.arguments import instance, whole
+from tensorwire.parameter_server.declarations.arguments import instance, text, whole
 
 _LARGEST = 1 << 62
 
@@ -44,11 +44,11 @@ class SamplerSpec:
     files: str = ""
 
     def __post_init__(self) -> None:
-        instance("samples", "name", self.name, str, "a text")
+        text("samples", "name", self.name)
         whole("samples", "length", self.length, below=_LARGEST)
         whole("samples", "batch_size", self.batch_size)
         whole("samples", "seed", self.seed, least=0, below=1 << 64)
-        whole("samples", "epochs", self.epochs)
+        whole("samples", "epochs", self.epochs, below=1 + _LARGEST // max(1, self.length))
         whole("samples", "num_replicas", self.num_replicas, least=0)
         instance("samples", "shuffle", self.shuffle, bool, "True or False")
         instance("samples", "drop_last", self.drop_last, bool, "True or False")

@@ -302,6 +302,14 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
             cluster.push({"items": (torch.arange(3), torch.ones(3, 8))})  # type: ignore[dict-item]
         with pytest.raises(TypeError, match=r"extra=\{1\} is no plain JSON"):
             cluster.snapshot("folder", extra={1})
+        with pytest.raises(TypeError, match=r"extra=nan is no plain JSON"):
+            cluster.snapshot("folder", extra=float("nan"))
+        with pytest.raises(ValueError, match=r"snapshot: folder='' must have at least one char"):
+            cluster.snapshot("", overwrite=True)
+        for servers, error in (((each for each in "ab"), TypeError), ({"ps0"}, TypeError),
+                               ([""], ValueError)):  # fmt: skip
+            with pytest.raises(error, match=r"resize: servers=.* must be (a list|at least one)"):
+                cluster.resize(servers)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"must be a frozen dataclass"):
             cluster.table("mine", 8, ps.Rule())
         with pytest.raises(ValueError, match=r"a table needs a name"):
@@ -319,6 +327,7 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
     ("arguments", "wanted"),
     [
         ({"servers": None}, r"servers=None must be a list of names"),
+        ({"servers": (each for each in ["ps0"])}, r"servers=<generator .* must be a list of names"),
         ({"name": 3}, r"name=3 is a int, not a text"),
         ({"restore": 3}, r"restore=3 is a int, not a folder"),
         ({"timeout": "a"}, r"timeout='a' is a str, not a number"),

@@ -51,7 +51,7 @@ class Late(Records):
         for file in self.files:
             for each in range(*file.source):
                 yield each
-                file.position = each
+                file.position = each + 1
 
 
 class Each(Records):
@@ -105,3 +105,47 @@ def test_counted_goes_on_from_a_number_of_records_only() -> None:
     file = File(FileToRead(0, 0, "a", encode_position("here", "'a'")))
     with pytest.raises(TypeError, match="position in file 'a' is 'here', and no number of"):
         next(file.counted([1]))
+
+
+def test_counted_notices_that_records_are_gone() -> None:
+    file = File(FileToRead(0, 0, "a", encode_position(3, "'a'")))
+    assert list(file.counted(range(3))) == []
+    with pytest.raises(RuntimeError, match="file 'a' has 2 records, of which 3 were trained"):
+        next(file.counted(range(2)))
+
+
+class Early(Records):
+    """Sets where each file begins, behind a header, and then the position behind each ``yield``."""
+
+    header = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for file in self.files:
+            file.position = first = file.position or self.header
+            for each in range(first, file.source[1]):
+                yield each
+                file.position = each + 1
+
+
+def test_a_position_that_is_set_before_the_first_record_is_noticed() -> None:
+    """At once, or where a file has a header, as soon as somebody goes on in it."""
+    said = "in file .0, 9. is where the reading of it begins, and behind no record"
+    with pytest.raises(ValueError, match=f"position=0 {said}"):
+        next(iter(Early(Reading((FileToRead(0, 0, (0, 9), None),), "a"))))
+    reading = Reading((FileToRead(0, 0, (0, 9), None),), "a")
+    data = Early(reading)
+    data.header = 4
+    _, marks = _take(Marking(reading, list), iter(data), 2)
+    assert marks == [(0, 5)]  # one behind, which the next to read the file cannot miss
+    again = FileToRead(0, 0, (0, 9), encode_position(5, "'a'"))
+    with pytest.raises(ValueError, match=f"position=5 {said}"):
+        next(iter(Early(Reading((again,), "a"))))
+
+
+@pytest.mark.parametrize("kept", [None, 5])
+def test_a_position_does_not_go_back_to_the_beginning(kept: int | None) -> None:
+    file = File(FileToRead(0, 0, "a", kept and encode_position(kept, "'a'")))
+    file.position = 6
+    file.position = 6  # as of a record that was left out
+    with pytest.raises(ValueError, match="position=None in file 'a' is where the reading"):
+        file.position = None

@@ -1,4 +1,4 @@
-"""Positions inside files as bytes, and the digest of what the files are."""
+"""Positions inside files as bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from tensorwire.parameter_server.client.positions import (
     LARGEST_POSITION,
     decode_position,
-    digest_of,
     encode_position,
 )
 
@@ -71,20 +70,3 @@ def test_a_position_is_bounded() -> None:
     assert encode_position("x" * (LARGEST_POSITION - 50), "'a'")
     with pytest.raises(ValueError, match=f"and must have at most {LARGEST_POSITION}"):
         encode_position("x" * LARGEST_POSITION, "'a'")
-
-
-def test_equal_files_have_one_digest_and_others_another() -> None:
-    part = "".join(["p", "art"])
-    one = [("part", part), Path("/data/x"), 3]
-    assert digest_of(one) == digest_of([("part", "part"), Path("/data") / "x", 3])
-    others = [["part", "part"], [("part", "part"), Path("/data/y"), 3], [*reversed(one)]]
-    assert len({digest_of(each) for each in (*others, one)}) == 4
-    assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
-
-
-def test_a_source_that_cannot_be_pickled_is_named() -> None:
-    cyclic: list[Any] = []
-    cyclic.append(cyclic)
-    for source in (lambda: 0, cyclic):
-        with pytest.raises(TypeError, match=r"files\[1\]=.* cannot be pickled"):
-            digest_of(["a", source])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import BSP
+from tensorwire.parameter_server.decisions.files import Part, checksum
 from tensorwire.parameter_server.decisions.pushes import (
     Apply,
     Cut,
@@ -106,6 +108,23 @@ def test_batches_that_are_pushed_again_count_once() -> None:
     assert applied(it.push(0, 0)) == [0]
     assert applied(it.push(0, 0, 1)) == []
     assert list(it.account.remaining(0, 0, 3)) == [1, 2]
+
+
+@pytest.mark.parametrize("as_part", [False, True])
+def test_of_two_pushes_of_one_step_with_the_same_batch_one_counts(as_part: bool) -> None:
+    it = _Game(0, 1, 2)
+    batches = [Batches("a", 1, (0, 3)), Batches("a", 1, (1,)), Batches("a", 1, (3, 4))]
+    if as_part:
+        same = Batches("a", 1, (), (Part(3, 0, b"2", checksum(None)),))
+        batches = [same, batches[1], same]
+    effects = [
+        effect
+        for trainer, own in enumerate(batches)
+        for effect in it.clock.push(Push(trainer, 0, 0, PushKind.UPDATE, None, own))
+    ]
+    assert applied(effects) == [0, 1]
+    assert [each.trainer for each in effects if isinstance(each, Taken)] == [0, 1, 2]
+    assert it.account.done == (((1, 2),) if as_part else ((0, 2), (3, 4)))
 
 
 def test_an_empty_push_counts_its_batches() -> None:

@@ -519,6 +519,9 @@ class TestMistakes:
                 ({"drop_last": True}, ValueError, "drop_last=True is given beside files="),
                 ({"files": []}, ValueError, r"files=\[\] must have at least one source"),
                 ({"files": "a"}, TypeError, "files='a' is a str, not a list of sources"),
+                ({"files": bytearray(b"a")}, TypeError, "is a bytearray, not a list of sources"),
+                ({"files": ["a", "b", "./a"]}, ValueError, r"files\[2\]='./a' is files\[0\]='a'"),
+                ({"name": ""}, ValueError, "samples: name='' must have at least one character"),
                 ({"files": [threading.Lock()]}, TypeError, r"files\[0\]=.* cannot be pickled"),
             ]:
                 with pytest.raises(error, match=said):

@@ -123,6 +123,16 @@ class TestMistakes:
                 it.cluster.samples(2, batch_size=3, drop_last=True, name="none")
             with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
                 it.cluster.samples(2, batch_size=0, name="none")
+            for how, said in [
+                ({"name": ""}, "name='' must have at least one character"),
+                ({"name": "\ud800"}, r"name='\\ud800' has half a surrogate pair"),
+                ({"epochs": 0}, "epochs=0 must be at least 1"),
+                ({"epochs": 1 << 62}, "must be below"),
+                ({"seed": -1}, "seed=-1 must be at least 0"),
+            ]:
+                with pytest.raises(ValueError, match=said):
+                    it.cluster.samples(**{"length": 2, "batch_size": 1, "name": "none", **how})
+            assert it.cluster.counting.account_of("others").done == ()
 
         train([go])
 

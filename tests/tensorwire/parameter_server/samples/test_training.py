@@ -271,6 +271,16 @@ class TestAStaticAssignment:
         assert [batches for batches, _ in found] == [(epoch * 2)[0::2], (epoch * 2)[1::2]]
         assert [counts for _, counts in found] == [[2.0] * 14] * 2
 
+    def test_that_two_trainers_have_alike_trains_each_batch_once(self) -> None:
+        """A mistake of the program, which must not double what the rows get."""
+
+        def go() -> list[float]:
+            it = Counting(12, trainers=2)
+            how = {"assignment": "static", "rank": 0, "num_replicas": 1}
+            return it.train(it.cluster.samples(12, batch_size=2, **how)).counts
+
+        assert train([go] * 2) == [[1.0] * 12] * 2
+
     @under_each
     def test_leaves_what_a_trainer_has_not_trained_to_the_next_of_its_rank(
         self, under: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -328,6 +338,9 @@ class TestAStaticAssignment:
         train([go])
 
 
+WRONG_RUNS: list[Any] = [[2, 0], [-1, 1], [0.5, 1.5], ["0", "1"], [0, True], [0], 3]
+
+
 class TestItsState:
     def test_is_accepted_by_a_cluster_that_is_as_far_and_by_no_other(self) -> None:
         def go() -> None:
@@ -347,8 +360,9 @@ class TestItsState:
             other = {**state, "sampler": {**state["sampler"], "seed": 3}}
             with pytest.raises(ps.DeclarationError, match="seed=3, not 0"):
                 data.load_state_dict(other)
-            with pytest.raises(ValueError, match="is not of state_dict"):
-                data.load_state_dict({"epoch": 1})
+            for wrong in ({"epoch": 1}, *({**state, "trained": [each]} for each in WRONG_RUNS)):
+                with pytest.raises(ValueError, match="is not of state_dict"):
+                    data.load_state_dict(wrong)
 
         train([go])
 
