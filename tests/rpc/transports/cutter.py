@@ -6,7 +6,9 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+_MOST_IN_VAIN = 3
 
 
 def connections() -> Iterator[socket.socket]:
@@ -53,14 +55,29 @@ def _inode(sock: socket.socket) -> int:
 
 
 @contextlib.contextmanager
-def cutting(cutter: Cutter, pause: float) -> Iterator[list[int]]:
-    """Cuts everything again and again while the block runs; tells how many it were."""
+def cutting(cutter: Cutter, pause: float, arrived: Callable[[], int]) -> Iterator[list[int]]:
+    """Cuts everything again and again while the block runs; tells how many it were.
+
+    A few cuts follow each other however little time that leaves; the next one waits until something
+    has arrived. Or else no connection would ever be whole on a machine too busy for a handshake
+    between two cuts.
+
+    Args:
+        cutter: breaks what was made since it was.
+        pause: seconds between two cuts, at least.
+        arrived: another number as soon as more has arrived.
+    """
     counts: list[int] = []
     end = threading.Event()
 
     def cut() -> None:
+        last, in_vain = arrived(), 0
         while not end.wait(pause):
-            counts.append(cutter.cut())
+            now = arrived()
+            in_vain = 0 if now != last else in_vain + 1
+            last = now
+            if in_vain <= _MOST_IN_VAIN:
+                counts.append(cutter.cut())
 
     thread = threading.Thread(target=cut)
     thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import socket
@@ -52,6 +53,11 @@ def pause(settings: Settings, seconds: float) -> float:
     return seconds if settings.tls is None else 5 * seconds
 
 
+def arrivals(*workers: Worker) -> Callable[[], int]:
+    """Counts what they have received."""
+    return lambda: sum(len(worker.received) for worker in workers)
+
+
 def asked_of(worker: Worker) -> Counter[bytes]:
     """Counts how often each request arrived."""
     return Counter(frame.header for _, frame in worker.received)
@@ -75,7 +81,7 @@ def test_calls_among_breaks_run_once_and_are_answered_once(make: Maker, settings
     cutter = Cutter()
     a, b = make(settings, settings)
     a.call(b, b"connect")
-    with cutting(cutter, pause(settings, 0.02)) as cuts:
+    with cutting(cutter, pause(settings, 0.02), arrivals(b)) as cuts:
         asked = {a.ask(b, b"%d" % number): number for number in range(CALLS)}
         for correlation, number in asked.items():
             assert a.reply(correlation).header == b"%d" % number
@@ -91,7 +97,7 @@ def test_calls_among_breaks_run_once_and_are_answered_once(make: Maker, settings
 def test_notices_among_breaks_arrive_once(make: Maker, settings: Settings) -> None:
     cutter = Cutter()
     a, b = make(settings, settings)
-    with cutting(cutter, pause(settings, 0.01)) as cuts:
+    with cutting(cutter, pause(settings, 0.01), arrivals(b)) as cuts:
         number = 0
         while number < CALLS or len(cuts) < 10:
             a.notify(b, b"%d" % number)
@@ -108,7 +114,7 @@ def test_large_tensors_among_breaks_arrive_as_they_were(make: Maker, settings: S
     a, b = make(settings, settings)
     sizes = [3_000, 6_000, 20_000, 300_000, 1_500_000]
     rounds = 15 if settings.tls is None else 5
-    with cutting(cutter, pause(settings, 0.015)) as cuts:
+    with cutting(cutter, pause(settings, 0.015), arrivals(b)) as cuts:
         number = 0
         while number < rounds or len(cuts) < 5:
             sent = [torch.full((size,), number + place) for place, size in enumerate(sizes)]
@@ -123,7 +129,7 @@ def test_a_link_that_breaks_while_it_is_opened_is_opened(make: Maker, settings: 
     for _ in range(10):
         cutter = Cutter()
         a, b = make(settings, settings)
-        with cutting(cutter, pause(settings, 0.0005)) as cuts:
+        with cutting(cutter, pause(settings, 0.0005), itertools.count().__next__) as cuts:
             for number in range(20):
                 a.ask(b, b"%d" % number)
             until(lambda cuts=cuts: len(cuts) >= 5)
@@ -135,7 +141,7 @@ def test_a_link_that_breaks_while_it_is_opened_is_opened(make: Maker, settings: 
 def test_many_workers_among_breaks_hear_everything_once(make: Maker) -> None:
     cutter = Cutter()
     workers = make(*[Settings(), Settings(local_paths=False)] * 2)
-    with cutting(cutter, 0.03):
+    with cutting(cutter, 0.03, arrivals(*workers)):
         for number in range(300):
             for worker in workers:
                 for other in workers:
