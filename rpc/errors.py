@@ -27,13 +27,28 @@ back as their own type (see ``remote_errors``).
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 NOBODY_LISTENS: Final = "nobody listens at its address any more"
 ANOTHER_ANSWERS: Final = "what answers at its address says: "
 """The words in which a loss is reported; what follows the second may be a stranger's."""
 NO_MEMBER: Final = "this life of the worker is no member any more"
 """The answer of a worker to one that it has declared lost, if it comes before the words above."""
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+
+def caused(error: ErrorT, cause: BaseException | None) -> ErrorT:
+    """Gives an error its cause, as ``raise ... from`` does, but for compiled code.
+
+    Therefore modules that can be compiled say ``raise caused(error, cause) from cause``.
+
+    Args:
+        error: about to be raised.
+        cause: of it; None if the error that is being handled is not to be shown with it.
+    """
+    error.__cause__ = cause
+    return error
 
 
 class RpcError(RuntimeError):

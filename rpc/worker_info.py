@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class WorkerInfo:
 
     Args:
         name: unique in the group; letters, digits, ``-``, ``_`` and ``:``, at most 127 long.
-        id: the worker's rank, at least 0.
+        id: the worker's rank, at least 0: any whole number, such as one of numpy's, kept as an int.
 
     Raises:
         TypeError: if the name is no text, or the id no whole number.
@@ -42,6 +43,7 @@ class WorkerInfo:
                 "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter "
                 f"than 128 characters, but got {self.name!r}"
             )
+        object.__setattr__(self, "id", operator.index(self.id))
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

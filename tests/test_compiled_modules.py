@@ -70,6 +70,16 @@ def _cycles(tree: ast.AST) -> Iterator[int]:
                 yield each.lineno
 
 
+def _losing_causes(tree: ast.AST) -> Iterator[int]:
+    """The lines of ``raise ... from`` whose error has not got the cause before."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.cause is not None:
+            given = f", {ast.unparse(node.cause)})"
+            raised = ast.unparse(node.exc) if node.exc is not None else ""
+            if not (raised.startswith("caused(") and raised.endswith(given)):
+                yield node.lineno
+
+
 @functools.cache
 def _names_of_compiled_classes() -> dict[str, set[str]]:
     modules = {path.removesuffix(".py").replace("/", "."): path for path in _COMPILED}
@@ -103,6 +113,11 @@ def test_no_loop_is_left_through_a_finally_or_with() -> None:
 
 def test_no_functions_inside_one_refer_to_each_other() -> None:
     found = {path: [*_cycles(_tree(path))] for path in _COMPILED}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_what_is_raised_has_its_cause() -> None:
+    found = {path: [*_losing_causes(_tree(path))] for path in _COMPILED}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
@@ -160,6 +175,21 @@ def test_what_leaves_a_loop_is_found(source: str, lines: list[int]) -> None:
 )
 def test_functions_that_refer_to_each_other_are_found(source: str, lines: list[int]) -> None:
     assert [*_cycles(ast.parse(source))] == lines
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("raise E(x) from error", [1]),
+        ("raise E(x) from None", [1]),
+        ("raise caused(E(x), None) from error", [1]),
+        ("raise caused(E(x), None) from None", []),
+        ("raise caused(E(x), error) from error", []),
+        ("raise E(x)\nraise", []),
+    ],
+)
+def test_a_cause_that_gets_lost_is_found(source: str, lines: list[int]) -> None:
+    assert [*_losing_causes(ast.parse(source))] == lines
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from rpc.errors import (
     FrameError,
     RpcTimeoutError,
     WorkerLostError,
+    caused,
 )
 from rpc.group.directory import Destination, Directory
 from rpc.ids import GlobalId, Life, new_tuple
@@ -314,7 +315,7 @@ class Caller(OutstandingCalls):
             value = tuple(args) if function else (func, args, kwargs)  # itself, if it is one
             return self.request(operation, to, value, timeout, sink, target, name, function)
         except EncodeError as error:
-            raise _described(func, args, kwargs, error) from error
+            raise caused(_described(func, args, kwargs, error), error) from error
 
     def _learn_name(self, func: Any) -> _Named | None:
         name = codec.name_of(func)

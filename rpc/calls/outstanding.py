@@ -22,6 +22,7 @@ from rpc.errors import (
     RRefCreationError,
     UnknownWorkerError,
     WorkerLostError,
+    caused,
 )
 from rpc.ids import GlobalId
 from rpc.observe.metrics import Book, CallMetrics, ErrorKind
@@ -183,7 +184,7 @@ class OutstandingCalls:
         shared.shutdown.activity_changed()
         lost = shared.group.lost_error(call.to)
         if withdrawn and lost is not None and isinstance(error, UnknownWorkerError):
-            raise lost from None  # the transport was told to forget it
+            raise caused(lost, None) from None  # the transport was told to forget it
         return withdrawn or not isinstance(error, Exception)
 
     # --- Ends that nobody asked for

@@ -285,10 +285,11 @@ class Service:
             self.give_up()
             return
         function = self.request.function
+        kwargs: Any = {}  # any mapping, as the caller gave it
         if value is None and function:
             module, attribute = callee.names.get(function, _NOWHERE)
             func = getattr(sys.modules.get(module), attribute, None) or callee.find(function)
-            args, kwargs = self._unpack(adopted, scopes), {}
+            args = self._unpack(adopted, scopes)
             self.method = function
         elif value is None:
             func, args, kwargs = self._unpack(adopted, scopes)
@@ -324,7 +325,8 @@ class Service:
 
     def _method_of(self, value: Slot, adopted: Adopted, scopes: Scopes | None) -> Any:
         """The method of a value that is called, its arguments, and those it takes by name."""
-        args, kwargs = self._unpack(adopted, scopes), {}
+        args = self._unpack(adopted, scopes)
+        kwargs: Any = {}  # or any mapping
         if type(args) is list:
             args, kwargs = args
         name = self.request.function.decode()

@@ -22,7 +22,7 @@ import math
 import struct
 from typing import Final, NamedTuple
 
-from rpc.errors import EncodeError, FrameError
+from rpc.errors import EncodeError, FrameError, caused
 from rpc.ids import new_tuple
 
 PROTOCOL_VERSION = 1
@@ -107,10 +107,13 @@ class Request(NamedTuple):
                 len(references),
             )
         except struct.error:
-            raise EncodeError(
-                "a request can name a function and a target of 65535 bytes each and carry 255 "
-                f"extensions; this one has {len(function)} and {len(target)} bytes and "
-                f"{len(extensions)} extensions"
+            raise caused(
+                EncodeError(
+                    "a request can name a function and a target of 65535 bytes each and carry 255 "
+                    f"extensions; this one has {len(function)} and {len(target)} bytes and "
+                    f"{len(extensions)} extensions"
+                ),
+                None,
             ) from None
         if not (target or extensions or references):
             return head + function + table
@@ -129,7 +132,9 @@ class Request(NamedTuple):
                 data
             )
         except struct.error:
-            raise FrameError(f"a request header of {len(data)} bytes is too short") from None
+            raise caused(
+                FrameError(f"a request header of {len(data)} bytes is too short"), None
+            ) from None
         if version != PROTOCOL_VERSION:
             raise _wrong_version(version)
         operation = _OPERATIONS.get(op)
@@ -182,8 +187,9 @@ class Reply(NamedTuple):
         try:
             head = _REPLY.pack(PROTOCOL_VERSION, status, flags, len(extensions), len(references))
         except struct.error:
-            raise EncodeError(
-                f"a reply can carry 255 extensions; this one has {len(extensions)}"
+            raise caused(
+                EncodeError(f"a reply can carry 255 extensions; this one has {len(extensions)}"),
+                None,
             ) from None
         if not (extensions or references):
             return head + table
@@ -200,7 +206,9 @@ class Reply(NamedTuple):
         try:
             version, status, flags, n_ext, n_refs = _REPLY.unpack_from(data)
         except struct.error:
-            raise FrameError(f"a reply header of {len(data)} bytes is too short") from None
+            raise caused(
+                FrameError(f"a reply header of {len(data)} bytes is too short"), None
+            ) from None
         if version != PROTOCOL_VERSION:
             raise _wrong_version(version)
         known = _STATUSES.get(status)
@@ -257,7 +265,7 @@ def _unpack_extensions(data: bytes, start: int, count: int) -> tuple[Extensions,
             start = end + n_data
             extensions.append((name, data[end:start]))
     except struct.error:
-        raise FrameError("an extension runs past the end of its header") from None
+        raise caused(FrameError("an extension runs past the end of its header"), None) from None
     except UnicodeDecodeError:
-        raise FrameError("an extension's name is not UTF-8") from None
+        raise caused(FrameError("an extension's name is not UTF-8"), None) from None
     return tuple(extensions), start

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rpc.errors import DecodeError
+from rpc.errors import DecodeError, caused
 from rpc.ids import new_tuple
 from rpc.wire.handles import OutOfBandHandle
 
@@ -183,9 +183,9 @@ def decode_simple(
             return value
     except MemoryError as error:
         what = f"a value of {len(payload)} bytes that arrived"
-        raise DecodeError(f"no memory is left to unpack {what}") from error
+        raise caused(DecodeError(f"no memory is left to unpack {what}"), error) from error
     except Exception as error:
-        raise DecodeError(f"a value that arrived is damaged: {error!r}") from error
+        raise caused(DecodeError(f"a value that arrived is damaged: {error!r}"), error) from error
     raise DecodeError(f"a value that arrived is damaged: {type(value).__name__} for an atom")
 
 

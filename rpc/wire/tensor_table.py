@@ -33,7 +33,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from rpc.errors import EncodeError, FrameError
+from rpc.errors import EncodeError, FrameError, caused
 from rpc.ids import new_tuple
 from rpc.wire import tensor_ties
 from rpc.wire.inline_types import CODES, CONJUGABLE, INLINE_TYPES, InlineType
@@ -153,7 +153,7 @@ def pack_tensors(
         try:
             address, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
         except RuntimeError as error:
-            raise _without_storage(tensor) from error
+            raise caused(_without_storage(tensor), error) from error
         if offset := tensor.storage_offset():
             held -= int(offset) * tensor.itemsize
         if address and not (tensor.is_neg() or (code in CONJUGABLE and tensor.is_conj())):
@@ -281,7 +281,7 @@ def _check_memory(tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         held = storage.nbytes() if storage.data_ptr() else 0
     except RuntimeError as error:
-        raise _without_storage(tensor) from error
+        raise caused(_without_storage(tensor), error) from error
     span = tensor.numel() if tensor.is_contiguous() else reach(tensor.shape, tensor.stride())
     needed = (tensor.storage_offset() + span) * tensor.itemsize
     if held < needed:
@@ -437,7 +437,7 @@ def _unpack_inline(
                 )
         tensor = torch.from_numpy(window)
     except _MALFORMED as error:
-        raise FrameError(f"an inline tensor is malformed: {error}") from error
+        raise caused(FrameError(f"an inline tensor is malformed: {error}"), error) from error
     if not kind.is_native:
         tensor = _reinterpret(tensor, kind)
     return tensor, position
@@ -495,7 +495,7 @@ def _unpack_sparse(
             indices, values, shape, is_coalesced=bool(flags & _COALESCED), check_invariants=True
         )
     except (*_MALFORMED, RuntimeError) as error:
-        raise FrameError(f"a sparse tensor is malformed: {error}") from error
+        raise caused(FrameError(f"a sparse tensor is malformed: {error}"), error) from error
     return tensor, end
 
 
@@ -537,7 +537,9 @@ def _unpack_tied(
         ):
             raise FrameError(f"a tensor of shape {shape} and strides {strides} has no such place")
     except _MALFORMED as error:
-        raise FrameError(f"a tensor that shares memory is malformed: {error}") from error
+        raise caused(
+            FrameError(f"a tensor that shares memory is malformed: {error}"), error
+        ) from error
     return elements.as_strided(shape, strides, start).detach(), position
 
 
@@ -578,7 +580,7 @@ def _unpack_expanded(
             raise FrameError(f"a tensor of shape {tuple(tensor.shape)} cannot become {shape}")
         return tensor.expand(shape), end
     except (*_MALFORMED, RuntimeError) as error:
-        raise FrameError(f"an expanded tensor is malformed: {error}") from error
+        raise caused(FrameError(f"an expanded tensor is malformed: {error}"), error) from error
 
 
 def _reinterpret(tensor: torch.Tensor, kind: InlineType) -> torch.Tensor:

@@ -7,8 +7,9 @@ import functools
 import gc
 import operator
 import threading
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections import ChainMap, UserDict
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,10 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.outcomes.sinks import FutureSink
+from rpc.rrefs.rref import call_method
 from rpc.testing import VirtualClock, as_worker, local_group
 from rpc.wire.messages import Operation
+from rpc.worker_info import WorkerInfo
 from tests.rpc.handlers import (
     keep_event,
     slow_square,
@@ -99,6 +102,28 @@ def test_a_call_runs_on_the_other_worker(pair: list[Agent]) -> None:
 def test_a_destination_may_be_name_id_or_worker_info(pair: list[Agent]) -> None:
     alice, bob = pair
     assert [alice.rpc_sync(to, whoami) for to in ("bob", 1, bob.info)] == ["bob"] * 3
+
+
+@pytest.mark.parametrize("id_of", [np.int64, torch.tensor])
+def test_a_worker_info_may_have_an_id_of_any_whole_number(
+    pair: list[Agent], id_of: Callable[[int], Any]
+) -> None:
+    info = WorkerInfo("bob", id_of(1))
+    assert type(info.id) is int
+    assert pair[0].rpc_sync(info, whoami) == "bob"
+    assert pair[0].rpc_async(info, whoami).wait() == "bob"
+    assert pair[0].remote(info, whoami).to_here() == "bob"
+
+
+@pytest.mark.parametrize("mapping", [MappingProxyType, UserDict, ChainMap])
+def test_arguments_by_name_may_be_any_mapping(
+    pair: list[Agent], mapping: Callable[[dict[str, Any]], Mapping[str, Any]]
+) -> None:
+    alice = pair[0]
+    assert alice.rpc_sync("bob", identity, None, mapping({"value": 3})) == 3
+    number = alice.remote("bob", int, (5,))
+    how = mapping({"length": 2, "byteorder": "big"})
+    assert alice.rpc_sync("bob", call_method, (number, "to_bytes"), how) == b"\0\5"
 
 
 def test_a_call_to_oneself_copies_its_arguments(pair: list[Agent]) -> None:
@@ -320,8 +345,9 @@ def test_what_cannot_be_arguments_is_refused_before_anything_is_sent(
 
 
 def test_an_argument_that_cannot_be_sent_is_named(pair: list[Agent]) -> None:
-    with pytest.raises(EncodeError, match=r"argument 1.*lock"):
+    with pytest.raises(EncodeError, match=r"argument 1.*lock") as refused:
         pair[0].rpc_sync("bob", identity, (1, threading.Lock()))
+    assert isinstance(refused.value.__cause__, EncodeError)
     assert pair[0].rpc_sync("bob", whoami) == "bob"
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from zlib import crc32
 
-from rpc.errors import FrameError
+from rpc.errors import FrameError, caused
 from rpc.ids import new_tuple
 from rpc.protocol.resumption import Receipts
 from rpc.runtime.text import says
@@ -262,7 +262,7 @@ class FrameDecoder:
             try:
                 parts = KINDS[kind], correlation, data[at_header:at_table], inline_part, ()
             except KeyError:
-                raise FrameError("an acknowledgement without its table") from None
+                raise caused(FrameError("an acknowledgement without its table"), None) from None
             frames.append((new_tuple(Frame, parts), data[at_table:at_inline]))
         self._rest = data[start:]
         return frames

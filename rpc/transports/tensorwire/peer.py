@@ -15,7 +15,7 @@ import time
 from functools import partial
 
 from rpc.devices import note_host_moves
-from rpc.errors import RpcError, WorkerLostError
+from rpc.errors import RpcError, WorkerLostError, caused
 from rpc.runtime.executor import is_shared_thread
 from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
@@ -233,7 +233,7 @@ class RemotePeer:
                 _log.warning("%s", problem)
                 return
             self._early.pop()
-            raise RpcError(problem) from error
+            raise caused(RpcError(problem), error) from error
         self._connecting = self._connect_thread = thread
 
     def _connect(self) -> None:

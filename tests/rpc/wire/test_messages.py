@@ -121,8 +121,9 @@ def test_a_message_that_ends_early_is_refused_unless_only_its_table_is_shorter(
 
 @pytest.mark.parametrize("kind", [Request, Reply])
 def test_nothing_is_no_message(kind: type[Request] | type[Reply]):
-    with pytest.raises(FrameError, match="of 0 bytes is too short"):
+    with pytest.raises(FrameError, match="of 0 bytes is too short") as refused:
         kind.decode(b"")
+    assert refused.value.__suppress_context__
 
 
 @pytest.mark.parametrize(

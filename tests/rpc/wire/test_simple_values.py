@@ -66,8 +66,9 @@ def test_what_a_message_carries_for_such_a_tuple_must_all_be_in_it() -> None:
     value = (torch.ones(1), "a", Handle())
     payload = encode(value).payload
     for tensors, references in (((), value[2:]), (value[:1], ()), (value[:1] * 2, value[2:])):
-        with pytest.raises(DecodeError, match="damaged"):
+        with pytest.raises(DecodeError, match="damaged") as refused:
             decode(payload, tensors, references)
+        assert isinstance(refused.value.__cause__, StopIteration | ValueError)
 
 
 @pytest.mark.parametrize("shared", [torch.ones(2), Handle()], ids=["tensor", "reference"])
