@@ -3,7 +3,8 @@
 One process imports them, once, and forks the others; a process that imported torch for
 itself would spend seconds on it. It has neither threads nor workers of its own, so that
 its children know of nothing that a process which was started alone would not know of.
-A package that is not installed is left out. The kernels of parameter servers, too, are loaded once.
+A package that is not installed is left out. The kernels of parameter servers, too, are loaded once,
+and of all that the collector never looks at it again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ IMPORTED += ["rpc", "autograd_dist", "optim_dist", "remote_module"]
 # Optimizers import the first with their first step; tutorials read data and draw with the others.
 IMPORTED += ["torch._dynamo", "sklearn.datasets", "matplotlib.figure", "tensorwire.launch.main"]
 IMPORTED += ["tests.loaded_kernels"]
+IMPORTED += ["tests.frozen"]  # the last
 
 
 @functools.cache
