@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tensorwire.parameter_server.client.distinct import distinct
-from tensorwire.parameter_server.client.features import packed
+from tensorwire.parameter_server.client.features import factors_of, packed
 from tensorwire.parameter_server.client.gradient import RowGradient, watch
 from tensorwire.parameter_server.client.lookup import spread
 from tensorwire.parameter_server.messaging.messages import TableIds
@@ -329,14 +329,16 @@ class EmbeddingBag(_Module):
             ``(bags, dim)``.
 
         Raises:
-            ValueError: offsets are missing, or given where the shape says it all.
+            ValueError: offsets are missing, or given where the shape says it all; or nested weights
+                are divided into bags in another way than the ids.
         """
         flat = self._checked(ids)
         last = self.include_last_offset
         if ids.is_nested:
             offsets, last = _offsets(ids), True
-            if per_sample_weights is not None and per_sample_weights.is_nested:
-                per_sample_weights = per_sample_weights.values()
+            if per_sample_weights is not None:
+                whose = f"table {self.table.name!r}"
+                per_sample_weights = factors_of(whose, per_sample_weights, offsets)
         rows, places, padding = self._fetch(flat)
         return functional.embedding_bag(
             places,

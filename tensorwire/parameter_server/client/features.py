@@ -166,6 +166,27 @@ def packed(where: str, ids: Untyped) -> Untyped:
     return ids if ids.lengths() is None else ids.contiguous()
 
 
+def factors_of(where: str, weights: Untyped, offsets: Tensor) -> Tensor:
+    """The weights of nested ids as one tensor.
+
+    Args:
+        where: whose they are, for the error.
+        weights: nested, or one tensor already.
+        offsets: of the ids.
+
+    Raises:
+        ValueError: a bag has another number of weights than ids.
+    """
+    if not weights.is_nested:
+        flat: Tensor = weights
+        return flat
+    weights = packed(where, weights)
+    if not torch.equal(weights.offsets(), offsets):
+        raise ValueError(f"{where}: weights have other numbers of elements than the bags' ids")
+    flat = weights.values()
+    return flat
+
+
 def _from_nested(where: str, name: str, ids: Untyped, weights: Untyped) -> FeatureIds:
     whose = f"{where}: feature {name!r}"
     ids = packed(whose, ids)
@@ -174,11 +195,8 @@ def _from_nested(where: str, name: str, ids: Untyped, weights: Untyped) -> Featu
     if values.dim() != 1 or int(lengths.sum()) != len(values):
         raise ValueError(f"{whose}: bags have {int(lengths.sum())} ids together, and the nested "
                          f"tensor's values the shape {tuple(values.shape)}")  # fmt: skip
-    if weights is not None and weights.is_nested:
-        weights = packed(whose, weights)
-        if not torch.equal(weights.offsets(), offsets):
-            raise ValueError(f"{whose}: weights have other numbers of elements than the bags' ids")
-        weights = weights.values()
+    if weights is not None:
+        weights = factors_of(whose, weights, offsets)
     if weights is not None and weights.shape != values.shape:
         raise ValueError(f"{whose}: weights have shape {tuple(weights.shape)}, and ids "
                          f"{tuple(values.shape)}")  # fmt: skip

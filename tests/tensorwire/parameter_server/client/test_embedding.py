@@ -127,6 +127,22 @@ def test_jagged_ids_are_bags_or_sequences() -> None:
     assert torch.equal(sums, wanted)
 
 
+def test_nested_weights_belong_to_the_ids_of_their_own_bag() -> None:
+    ours = EmbeddingBag(table(), "sum")
+    ids, starts = torch.arange(12).view(3, 4), torch.tensor([0, 1, 0])
+
+    def narrowed(whole: Tensor, *lengths: int) -> Tensor:
+        return torch.nested.narrow(whole, 1, starts, torch.tensor(lengths), layout=torch.jagged)
+
+    weights = torch.rand(3, 4)
+    flat = [torch.tensor([0, 1, 5, 6, 7, 8]), torch.tensor([0, 2, 5])]
+    expected = ours(*flat, per_sample_weights=weights.view(-1)[flat[0]])
+    gapped = narrowed(weights, 2, 3, 1)
+    assert torch.equal(ours(narrowed(ids, 2, 3, 1), per_sample_weights=gapped), expected)
+    with pytest.raises(ValueError, match="'items': weights have other numbers .* than the bags' i"):
+        ours(narrowed(ids, 2, 2, 2), per_sample_weights=gapped)
+
+
 def test_each_id_is_fetched_once_and_padding_never() -> None:
     ours = table()
 
