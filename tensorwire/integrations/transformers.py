@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import (
     Trainer,
@@ -37,6 +37,12 @@ from tensorwire.integrations._ranks import (
     telling_others,
 )
 from tensorwire.integrations._shared_data import SharedData
+from tensorwire.integrations._tables import (
+    leave_rows_out,
+    require_fitting,
+    require_rows_of,
+    say_what_best_is,
+)
 
 __all__ = ["Mode", "ParameterServerCallback", "stand_alone"]
 
@@ -151,6 +157,7 @@ class ParameterServerCallback(TrainerCallback):
         trainer = trainer_of(state)
         if trainer is not None:
             keep_training(trainer, self._resumes, self._begin_again)
+            leave_rows_out(trainer)
             if self._every_sample_once:
                 self._shared = SharedData(trainer, self._name)
         if _is_alone_among_others(args):
@@ -176,7 +183,7 @@ class ParameterServerCallback(TrainerCallback):
 
         Raises:
             TypeError: the Trainer's optimizer is none of torch's, such as DeepSpeed's.
-            ValueError: an argument of the Trainer does not go with the mode.
+            ValueError: an argument of the Trainer does not go with the mode, or with tables.
         """
         self._phases.ended()  # of a run before, if an error ended it
         _require_fitting(args, self.mode)
@@ -186,14 +193,18 @@ class ParameterServerCallback(TrainerCallback):
                 "Trainer(..., callbacks=[...]), as its data loader is another"
             )
         holder, inner = _open(optimizer)
+        model = others.get("model")
+        require_fitting(args, inner, model)
         if isinstance(inner, ps.Optimizer):  # a second ``train``, or the Trainer made it itself
             self.optimizer = inner
             inner.cluster.join()
         elif args.world_size > 1:
             self._move_as_one_of_several(holder, inner)
         else:
-            self.optimizer = self._move(inner, ps.Optimizer)
+            self.optimizer = self._move(inner, ps.Optimizer, model)
             _put(holder, self.optimizer)
+        if self.cluster is not None:
+            require_rows_of(self._resumed, state.global_step, self.cluster, model)
         if self._shared is not None and self.cluster is not None:
             self._shared.begin(self.cluster, state, self._resumed)
 
@@ -218,6 +229,9 @@ class ParameterServerCallback(TrainerCallback):
             self._shared.ended()
         if self.mode is not Mode.ASYNC or args.load_best_model_at_end:
             self.optimizer.upload()
+        if args.load_best_model_at_end:
+            best = state.best_model_checkpoint
+            say_what_best_is(others.get("model"), best, self._snapshots)
         if not isinstance(self._servers, ps.Cluster) and self._is_awaited:
             self.optimizer.cluster.finish()
 
@@ -377,13 +391,15 @@ class ParameterServerCallback(TrainerCallback):
             self.optimizer = self._move(inner, LeadingOptimizer)
         _put(holder, self.optimizer)
 
-    def _move(self, local: torch.optim.Optimizer, kind: type[ps.Optimizer]) -> ps.Optimizer:
+    def _move(
+        self, local: torch.optim.Optimizer, kind: type[ps.Optimizer], model: nn.Module | None = None
+    ) -> ps.Optimizer:
         cluster = self._connect()
         values = [each.detach().clone() for each in parameters_of(local)]
         state = local.state_dict()
         pushing = ps.Pushing.BACKWARD if self.mode is Mode.BACKWARD else ps.Pushing.STEP
         cluster.release(self._name)  # by the model of a Trainer before, which may be there still
-        moved = kind.wrap(local, cluster, name=self._name, pushing=pushing)
+        moved = kind.wrap(local, cluster, model, name=self._name, pushing=pushing)
         # A scheduler that was made for the local one looks there whether there was a step.
         local._opt_called = True  # type: ignore[attr-defined]
         if self.mode is not Mode.ASYNC:  # what servers kept from earlier does not count

@@ -177,13 +177,12 @@ def factors_of(where: str, weights: Untyped, offsets: Tensor) -> Tensor:
     Raises:
         ValueError: a bag has another number of weights than ids.
     """
-    if not weights.is_nested:
-        flat: Tensor = weights
-        return flat
-    weights = packed(where, weights)
-    if not torch.equal(weights.offsets(), offsets):
-        raise ValueError(f"{where}: weights have other numbers of elements than the bags' ids")
-    flat = weights.values()
+    flat: Tensor = weights
+    if weights.is_nested:
+        weights = packed(where, weights)
+        if not torch.equal(weights.offsets(), offsets):
+            raise ValueError(f"{where}: weights have other numbers of elements than the bags' ids")
+        flat = weights.values()
     return flat
 
 

@@ -139,7 +139,7 @@ def test_nested_weights_belong_to_the_ids_of_their_own_bag() -> None:
     expected = ours(*flat, per_sample_weights=weights.view(-1)[flat[0]])
     gapped = narrowed(weights, 2, 3, 1)
     assert torch.equal(ours(narrowed(ids, 2, 3, 1), per_sample_weights=gapped), expected)
-    with pytest.raises(ValueError, match="'items': weights have other numbers .* than the bags' i"):
+    with pytest.raises(ValueError, match=r"'items': weights have other numbers .*"):
         ours(narrowed(ids, 2, 2, 2), per_sample_weights=gapped)
 
 
