@@ -17,7 +17,8 @@
 #   make kills    the tests that kill processes at random moments, up to fifty times each instead of
 #                 three, what takes long to be seen alive or dead, at full length, and a report
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
-#                 (make conformance ARGS="tensorwire --part"; --help says what else)
+#                 (make conformance ARGS="tensorwire --part"; --help says what else;
+#                 COMPILED=1 runs ours alone, against a compiled build)
 #   make simulate   10 000 whole groups in a simulator where everything goes wrong, two to five minutes
 #   make fuzz     ten minutes of made-up bytes for everything that reads from the network
 #   make mutants    do the simulator's rules find every change of every decision? half an hour
@@ -52,6 +53,7 @@ READY := $(VENV)/.tensorwire-ready
 TEST := $(abspath $(RUN)) -m pytest -n 2 --dist loadgroup --max-worker-restart 0
 # A copy of all there is, with compiled modules; beside the sources they would hide these.
 TREE := $(CURDIR)/build/compiled
+THERE := $(if $(COMPILED),cd $(TREE) && COMPILED=1 PYTHONPATH=$(TREE))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check docs bench soak chaos conformance simulate mutants clean
@@ -108,7 +110,7 @@ tutorials: $(READY)
 	  -m tutorials.pipeline.hugging_face --steps 40 $(SMALL)
 
 test: $(READY) $(if $(COMPILED),compiled-tree)
-	@$(if $(COMPILED),cd $(TREE) && COMPILED=1 PYTHONPATH=$(TREE)) $(TEST) $(ARGS)
+	@$(THERE) $(TEST) $(ARGS)
 
 .PHONY: compiled compiled-tree
 compiled: $(READY)
@@ -123,6 +125,7 @@ compiled-tree: compiled
 	  --exclude='./.venv*' --exclude='./.*_cache' --exclude='*.egg-info' --exclude='__pycache__' . \
 	  | tar -x -C $(TREE)
 	@$(PIP) --no-deps --upgrade --target $(TREE) dist/tensorwire-*-cp*.whl
+	@$(THERE) $(abspath $(RUN)) -m tensorwire | grep '^modules *compiled'
 
 check: $(READY)
 	$(RUN) -m ruff check .
@@ -157,8 +160,9 @@ chaos: $(READY)
 attack: $(READY)
 	@$(RUN) -m chaos.attack $(ARGS)
 
-conformance: $(READY)
-	@$(RUN) tests/conformance $(or $(ARGS),torch tensorpipe tensorwire --table --report)
+conformance: $(READY) $(if $(COMPILED),compiled-tree)
+	@$(THERE) $(abspath $(RUN)) tests/conformance \
+	  $(or $(ARGS),$(if $(COMPILED),tensorpipe tensorwire,torch tensorpipe tensorwire --table --report))
 
 simulate: $(READY)
 	@PYTHONPATH=. $(RUN) tests/simulation/many_seeds.py $(ARGS)

@@ -525,7 +525,7 @@ class Caller(OutstandingCalls):
             ended = self._table.close(number, sender.worker)
             self._processing += 1
             if ended is not None:
-                ending, call = ended
+                ending, call = ended.ending, ended.call
                 series = call.series
                 if ending is _REPLIED:
                     series.over.append((self._now() - call.opened_at, call.sent, size))

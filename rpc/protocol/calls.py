@@ -17,7 +17,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from rpc.ids import new_tuple
 
@@ -40,18 +40,30 @@ class Ending(enum.Enum):
 _REPLY = Ending.REPLY
 
 
-class Ended(NamedTuple, Generic[T]):
+class _AnyEnded(NamedTuple):  # apart, as Python 3.10 has no generic named tuples
+    ending: Ending
+    call: object
+
+
+class Ended(_AnyEnded, Generic[T]):
     """Effect: tell ``call`` how it ended."""
 
-    ending: Ending
-    call: T
+    __slots__ = ()
+    if TYPE_CHECKING:
+        call: T
 
 
-class _Open(NamedTuple, Generic[T]):
-    call: T
+class _AnyOpen(NamedTuple):
+    call: object
     to: int
     opened_at: float
     bucket: int
+
+
+class _Open(_AnyOpen, Generic[T]):
+    __slots__ = ()
+    if TYPE_CHECKING:
+        call: T
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,7 @@ class CallTable(Generic[T]):
             return self._close_ghost(call_id, sender)
         if sender is not None and sender != entry.to:
             return None
-        call, _, _, bucket = entry
+        call, bucket = entry.call, entry.bucket
         del self._open[call_id]
         if bucket:  # as ``_unbucket`` does; every call comes here
             members = self._buckets[bucket]
