@@ -50,7 +50,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 READY := $(VENV)/.tensorwire-ready
 # Without its restarts, as pytest-xdist can wait for ever for the tests of a process that crashed.
-TEST := $(abspath $(RUN)) -m pytest -n 2 --dist loadgroup --max-worker-restart 0
+TEST := $(abspath $(RUN)) -m pytest --dist loadgroup --max-worker-restart 0
 # A copy of all there is, with compiled modules; beside the sources they would hide these.
 TREE := $(CURDIR)/build/compiled
 THERE := $(if $(COMPILED),cd $(TREE) && COMPILED=1 PYTHONPATH=$(TREE))
@@ -109,8 +109,9 @@ tutorials: $(READY)
 	$(RPCRUN) --role main:1 --role stage:3,service,max_restarts=1 \
 	  -m tutorials.pipeline.hugging_face --steps 40 $(SMALL)
 
+# Three processes for two cores: tests of jobs wait most of the time, for silence or for a lease's end.
 test: $(READY) $(if $(COMPILED),compiled-tree)
-	@$(THERE) $(TEST) $(ARGS)
+	@$(THERE) $(TEST) -n 3 $(ARGS)
 
 .PHONY: compiled compiled-tree
 compiled: $(READY)
@@ -143,7 +144,7 @@ bench: $(READY)
 
 .PHONY: kills
 kills: $(READY)
-	@$(TEST) -m kills --kills 50 $(ARGS)
+	@$(TEST) -n 2 -m kills --kills 50 $(ARGS)
 
 # Needs torch with CUDA and pytest where PYTHON is; without a GPU it says so and ends well.
 .PHONY: gpu
@@ -170,7 +171,7 @@ simulate: $(READY)
 .PHONY: fuzz
 fuzz: export FUZZ_SECONDS ?= 600
 fuzz: $(READY)
-	@$(TEST) tests/fuzz $(ARGS)
+	@$(TEST) -n 2 tests/fuzz $(ARGS)
 
 mutants: $(READY)
 	@PYTHONPATH=. $(RUN) tests/simulation/kill_mutants.py $(or $(ARGS),--fresh)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,23 @@ def pytest_configure() -> None:
         pytest.exit(f"remove {which}: they are compiled, and hide their sources", 4)
     if _IS_COMPILED and not compiled:
         pytest.exit(f"nothing in {root} is compiled: make test COMPILED=1 builds what is tested", 4)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all tests of a file, or of a group, to one process: what they share is made once.
+
+    One by one they also cost the process that hands them out a millisecond each.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class _ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return str(super()._split_scope(nodeid)).partition("::")[0]
+
+    return _ByFile(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
