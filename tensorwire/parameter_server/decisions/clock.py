@@ -354,20 +354,20 @@ class Clock:
         """Enters the batches of a step; returns it without pushes whose batches are others' now."""
         if step[0].kind is PushKind.FINISH:
             return step
-        counted = tuple(push for push in step if not self._refuses(push.batches))
-        if not self._together:
-            for push in counted:
+        counted = []
+        for push in step:
+            if not self._refuses(push.batches):  # by what was entered of this step, too
                 self._enter(push)
-            return counted
-        counted = _first_of_each(counted)
-        members = [push.trainer for push in step]
-        for name, account in self._accounts.items():
-            taken = [p.batches for p in counted if p.batches and p.batches.sampler == name]
-            self._accounts[name] = account.stepped(taken, members)
-        return counted
+                counted.append(push)
+        if self._together:
+            members = [push.trainer for push in step]
+            for name, account in self._accounts.items():
+                taken = [p.batches for p in counted if p.batches and p.batches.sampler == name]
+                self._accounts[name] = account.stepped(taken, members)
+        return tuple(counted)
 
     def _enter(self, push: Push) -> None:
-        """Enters the batches of a push that is a step by itself."""
+        """Enters the batches of a push."""
         if push.batches is not None:
             name = push.batches.sampler
             self._accounts[name] = self._accounts[name].trained(push.trainer, push.batches)
@@ -484,27 +484,3 @@ class Clock:
             ("_accounts", dict(self._accounts)),
             ("_accounts_at_cut", dict(self._accounts_at_cut)),
         ]
-
-
-def _first_of_each(pushes: Iterable[Push]) -> tuple[Push, ...]:
-    """The pushes without those of batches that one before them has.
-
-    Trainers of one step have batches in common if a program gives two of them the same share of a
-    static assignment.
-    """
-    seen: set[tuple[str, int]] = set()
-    first = []
-    for push in pushes:
-        own = _named(push.batches)
-        if seen.isdisjoint(own):
-            first.append(push)
-            seen.update(own)
-    return tuple(first)
-
-
-def _named(batches: Batches | None) -> list[tuple[str, int]]:
-    """The batches of a push, and the files of which it has parts."""
-    if batches is None:
-        return []
-    numbers = (*batches.numbers, *(part.file for part in batches.parts))
-    return [(batches.sampler, number) for number in numbers]

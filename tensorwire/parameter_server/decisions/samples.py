@@ -280,14 +280,11 @@ class Account:
         return is_repeated or has_gap or batches.deal != self.deal.number
 
     def stepped(self, taken: Iterable[Batches], members: Collection[int]) -> Account:
-        """Enters a step of these members that was taken, with these batches in it."""
-        after, ended = self, list[Batches]()
-        for each in taken:
-            after = after._with(each)
-            ended += [each] if each.parts and each.numbers else []
-        if after.deal.members != tuple(sorted(members)) or after._is_uneven(ended):
-            return after.dealt(members)
-        return after
+        """Deals anew after a step of these members, if need be; its batches were entered."""
+        ended = [each for each in taken if each.parts and each.numbers]
+        if self.deal.members != tuple(sorted(members)) or self._is_uneven(ended):
+            return self.dealt(members)
+        return self
 
     def _with(self, batches: Batches) -> Account:
         """Enters batches, or parts of files."""
@@ -355,7 +352,7 @@ class Account:
         return replace(self, leases=tuple(e for e in self.leases if e.trainer != trainer))
 
     def trained(self, trainer: int, batches: Batches | None) -> Account:
-        """Enters a push of a trainer that was taken, under SSP or async."""
+        """Enters a push of a trainer that was taken."""
         if batches is None:
             return self
         after = self._with(batches)

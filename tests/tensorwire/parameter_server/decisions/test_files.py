@@ -122,7 +122,7 @@ def test_a_static_share_is_never_dealt_anew() -> None:
     """Its pushes name no window, as what they leave is nobody else's."""
     account = Account().dealt([0, 1])
     ended = Batches("a", 1, (0,), (Part(0, 0, None),))
-    assert account.stepped([ended], [0, 1]).deal == account.deal
+    assert account.trained(0, ended).stepped([ended], [0, 1]).deal == account.deal
 
 
 def test_a_lease_tells_how_far_its_files_are() -> None:

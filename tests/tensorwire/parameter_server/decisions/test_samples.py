@@ -51,13 +51,13 @@ def test_a_deal_gives_each_batch_to_one_trainer_in_turn(
 @given(_NUMBERS, _NUMBERS)
 def test_what_is_done_since_is_not_given_again(before: set[int], since: set[int]) -> None:
     account = Account(united((), before)).dealt([0, 1])
-    account = account.stepped([Batches("a", 1, tuple(since))], [0, 1])
+    account = account.trained(0, Batches("a", 1, tuple(since)))
     found = [*account.remaining(0, 0, 61), *account.remaining(1, 0, 61)]
     assert sorted(found) == [number for number in range(61) if number not in before | since]
 
 
 def test_an_account_survives_its_text() -> None:
-    account = Account(((0, 3), (5, 6))).dealt([4, 2]).stepped([Batches("a", 1, (3,))], [2, 4])
+    account = Account(((0, 3), (5, 6))).dealt([4, 2]).trained(2, Batches("a", 1, (3,)))
     assert Account.decode(account.encode()) == account
     assert account.unassigned() == Account(((0, 4), (5, 6)))
 
