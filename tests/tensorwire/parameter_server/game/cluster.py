@@ -19,6 +19,7 @@ from tensorwire.parameter_server.decisions.tasks import (
 from tensorwire.parameter_server.decisions.views import Client, Server, View
 from tensorwire.parameter_server.messaging.settings import settings_of
 from tests.tensorwire.parameter_server.game.admin import Admin
+from tests.tensorwire.parameter_server.game.comings import Comings
 from tests.tensorwire.parameter_server.game.plans import Broken, History, Plan
 from tests.tensorwire.parameter_server.game.processes import Process
 from tests.tensorwire.parameter_server.game.publisher import Publisher
@@ -57,8 +58,8 @@ class Game:
         self.works: dict[tuple[int, int], Work | None] = {}
         self.late: set[tuple[int, int]] = set()
         """Pushes of trainers that have not looked yet which batches are theirs by now."""
-        self.names: dict[int, str] = {}
-        self.finished: set[int] = set()
+        self.lives_of: dict[int, Server] = {}
+        """By number of a trainer, its life."""
         self.finished_in = -1
         self.kinds_seen: Counter[str] = Counter()
         self.lost_trainers: set[Server] = set()
@@ -85,6 +86,7 @@ class Game:
         self.written = [self.view]
         """All views that were ever in the store."""
         self.admin = Admin(self, "admin", 0)
+        self.comings = Comings(self, seed)
         self.publisher = Publisher(self)
         self.living[self.admin.life] = self.admin
         self.publish(self.server(names[0]), self.view)
@@ -447,6 +449,7 @@ class Game:
                     self.mishap()
                 else:
                     self.restart_one()
+            self.comings.next()
             if self.plan.looks and r.random() < 0.1:
                 self.admin.look()
             for process in [p for p in self.living.values() if p.asleep]:

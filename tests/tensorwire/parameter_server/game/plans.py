@@ -76,6 +76,8 @@ class Plan:
     looks: bool = False
     """Somebody asks time and again which samples are trained, as who shows the progress does; and
     trainers do, as they leave their loop and begin it again."""
+    comings: int = 0
+    """Trainers that leave before all is trained, or come while others train."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -155,6 +157,22 @@ def draw_plan_with_files(seed: int) -> Plan:
     draw = draw_plan_with_leases if seed % 2 else draw_plan_with_samples
     plan = draw(seed)
     return replace(plan, files=True, batches=1 + plan.batches // 2)
+
+
+def draw_plan_with_comings(seed: int) -> Plan:
+    """The plan of a seed in which trainers leave, join again and come while samples are counted."""
+    draws = draw_plan_with_samples, draw_plan_with_files, draw_plan_with_leases
+    plan = draws[seed % 3](seed)
+    return replace(plan, comings=random.Random(f"comings {seed}").randint(1, 5))
+
+
+def draw_plan_with_moving_files(seed: int) -> Plan:
+    """The plan of a seed in which servers come, go and die while files are read."""
+    r = random.Random(f"moving files {seed}")
+    plan = replace(draw_plan_with_comings(seed), files=True, batches=r.randint(4, 12))
+    plan = replace(plan, servers=r.randint(2, 3), spare=r.randint(1, 2), resizes=r.randint(1, 4))
+    backups, kills = r.choice([0, 1, 1]), r.randint(1, 3)
+    return replace(plan, backups=backups, kills=kills, trainer_kills=r.randint(0, 2))
 
 
 _LEAST = {"servers": 1, "trainers": 1, "steps": 1}

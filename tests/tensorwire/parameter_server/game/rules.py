@@ -20,7 +20,7 @@ from tensorwire.parameter_server.decisions.samples import Account
 from tensorwire.parameter_server.decisions.tasks import (
     Conclude,
 )
-from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
+from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
 from tests.tensorwire.parameter_server.game.processes import Process
 from tests.tensorwire.parameter_server.game.reading import SAMPLER, units_done
@@ -129,7 +129,7 @@ class Rules:
 
     def note_sent(self, trainer: TrainerProcess, number: int, kind: PushKind) -> None:
         self.game.kinds[trainer.number, number] = kind
-        self.game.names[trainer.number] = trainer.name
+        self.game.lives_of[trainer.number] = trainer.life
 
     def start_of(self, trainer: TrainerProcess) -> int | None:
         for process in self.game.servers:
@@ -179,7 +179,7 @@ class Rules:
             self.game.damaged.add(effect.snapshot.folder)
 
     def check_exact(self, whole: dict[int, History], snapshot: Snapshot) -> None:
-        lost = {self.number_of(life) for life in self.game.lost_trainers}
+        lost = {n for n, life in self.game.lives_of.items() if life in self.game.lost_trainers}
         if isinstance(self.game.plan.consistency, BSP):
             self.check_whole(whole)
         for each in IDS:
@@ -216,11 +216,6 @@ class Rules:
         process = self.game.living[shard.head]
         assert isinstance(process, ServerProcess)
         return process.replicas[shard.number].clock.accounts
-
-    def number_of(self, life: Server) -> int:
-        trainer = self.game.view.trainer(Client(life.name, life.incarnation))
-        known = [n for n, name in self.game.names.items() if name == life.name]
-        return trainer.number if trainer else (min(known) if known else -1)
 
     def check_end(self) -> None:
         if self.game.view.broken:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.parameter_server.decisions import orders
@@ -57,6 +59,8 @@ class TrainerProcess(Process):
         self.is_late = False
         """It goes by an account that lacks pushes of its own, and may push the same once more."""
         self.leasing = Leasing(self)
+        self.is_leaving = False
+        """It finishes with its next push, whatever is left."""
 
     def handle(self, sender: Server, number: int, what: Any) -> None:
         """It is asked if some are lost to it, too: it says so as soon as they are."""
@@ -142,12 +146,12 @@ class TrainerProcess(Process):
         if self.phase == "declare":
             self.ask_coordinator(orders.Announce(*self.undeclared[0]), self.is_declared)
         elif self.phase == "join":
-            self.ask_coordinator(orders.Join(self.client), self.joined)
+            self.ask_coordinator(orders.Join(self.client), partial(self.joined, self.client))
         elif self.phase == "count":
             self.ask_coordinator(orders.CountSamples(SAMPLER, SAMPLER), self.is_counted)
         elif self.phase == "leave":
             leave = orders.Leave(self.number, self.generation, self.start, self.next - 1)
-            self.ask_coordinator(leave, self.gone)
+            self.ask_coordinator(leave, partial(self.gone, self.number))
         elif self.phase in ("work", "finish"):
             if self.wanted is not None and self.view is not None:
                 if self.wanted[1] != self.view.epoch:
@@ -176,8 +180,8 @@ class TrainerProcess(Process):
                 self.phase = "join"
             self.act()
 
-    def joined(self, number: Any) -> None:
-        if self.phase != "join":
+    def joined(self, client: Client, number: Any) -> None:
+        if self.phase != "join" or client != self.client:
             return
         if number < 0:
             raise Broken("joined without a number")
@@ -264,6 +268,9 @@ class TrainerProcess(Process):
             self.step()
 
     def step(self) -> None:
+        if self.is_leaving:
+            self.leave_early()
+            return
         if self.game.plan.batches:
             self.train()
             return
@@ -278,6 +285,13 @@ class TrainerProcess(Process):
         else:
             self.left -= 1
             self.pull()
+
+    def leave_early(self) -> None:
+        """Finishes, with batches of its own that it has not trained."""
+        self.game.works[self.number, self.next] = None
+        self.push(self.next, PushKind.FINISH)
+        self.next += 1
+        self.phase = "finish"
 
     # --- samples
 
@@ -395,8 +409,11 @@ class TrainerProcess(Process):
             self.refresh()
             return
 
+        trainer = self.number
+
         def answered(answer: Any) -> None:
-            self.push_answered(shard, number, epoch, answer)
+            if trainer == self.number:
+                self.push_answered(shard, number, epoch, answer)
 
         work = self.game.works.get((self.number, number))
         batches = None if work is None else work.batches
@@ -441,8 +458,22 @@ class TrainerProcess(Process):
         if kind is not None:
             self.push(number, kind)
 
-    def gone(self, _: Any) -> None:
-        if self.phase == "leave":
+    def gone(self, trainer: int, _: Any) -> None:
+        if self.phase != "leave" or trainer != self.number:
+            return
+        if not self.is_leaving:
             self.phase = "done"
-            self.game.finished.add(self.number)
             self.game.finished_in = self.generation
+        elif self.game.comings.comes_back(self):
+            self.join_again()
+        else:
+            self.phase = "done"
+
+    def join_again(self) -> None:
+        """Is a trainer of its own from here on, who has nothing yet."""
+        self.client = replace(self.client, session=self.client.session + 1)
+        self.number, self.is_leaving, self.is_late = -1, False, False
+        self.account, self.deals_known = Account(), -1
+        self.leasing.forget()
+        self.phase = "join"
+        self.act()

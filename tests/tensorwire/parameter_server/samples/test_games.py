@@ -6,18 +6,23 @@ import pytest
 
 from tests.tensorwire.parameter_server.game import PlanOf, check_games
 from tests.tensorwire.parameter_server.game.plans import (
-    draw_plan_with_files,
+    draw_plan_with_comings,
     draw_plan_with_leases,
+    draw_plan_with_moving_files,
     draw_plan_with_samples,
 )
 
-_SEEDS_EACH = 6
+_SEEDS_EACH = 4
 
 
 @pytest.mark.parametrize("chunk", range(3))
 @pytest.mark.parametrize(
-    "plan_of", [draw_plan_with_samples, draw_plan_with_leases, draw_plan_with_files]
-)
+    "plan_of",
+    [
+        draw_plan_with_samples, draw_plan_with_leases, draw_plan_with_comings,
+        draw_plan_with_moving_files,
+    ],
+)  # fmt: skip
 def test_every_batch_counts_once_whatever_happens(chunk: int, plan_of: PlanOf) -> None:
     check_games(range(chunk * _SEEDS_EACH, (chunk + 1) * _SEEDS_EACH), plan_of)
 

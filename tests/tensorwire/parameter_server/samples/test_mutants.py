@@ -120,6 +120,18 @@ def _takes_pushes_of_leases_that_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Account, "free", lambda self: Account(self.done, self.deal))
 
 
+def _keeps_the_leases_of_who_has_finished(patch: pytest.MonkeyPatch) -> None:
+    dismiss = Clock._dismiss
+
+    def dismissed(self: Any, trainer: int) -> None:
+        accounts = self._accounts
+        dismiss(self, trainer)
+        if trainer not in self._silenced:
+            self._accounts = accounts
+
+    patch.setattr(Clock, "_dismiss", dismissed)
+
+
 def _leases_again_for_a_request_that_comes_again(patch: pytest.MonkeyPatch) -> None:
     lease = Account.lease
 
@@ -218,6 +230,11 @@ def _dying_trainers(seed: int) -> Plan:
     return replace(plan, trainer_kills=3, slow_pushes=True)
 
 
+def _coming_and_going(seed: int) -> Plan:
+    plan = replace(calm(draw_plan_with_leases(seed)), servers=1, backups=0, trainers=1)
+    return replace(plan, comings=5, files=seed % 2 == 0, batches=20)
+
+
 def _files_begun_again(seed: int) -> Plan:
     plan = replace(calm(draw_plan_with_samples(seed)), servers=2, spare=0, backups=0, trainers=2)
     return replace(plan, looks=True, files=True, batches=10)
@@ -240,6 +257,7 @@ _FIRST_ON_LEASE = {
 _PLANS_ON_LEASE: dict[Mutate, PlanOf] = {
     _takes_pushes_that_some_shard_lacks: _dying_trainers,
     _keeps_the_leases_of_the_lost: _dying_trainers,
+    _keeps_the_leases_of_who_has_finished: _coming_and_going,
     _keeps_leases_when_rows_move: _moving,
     _takes_pushes_of_leases_that_ended: _moving,
     _takes_batches_that_were_given_out_again: _moving,
