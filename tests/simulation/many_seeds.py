@@ -24,8 +24,10 @@ from tests.tensorwire.launch.game import check_game as check_job
 from tests.tensorwire.launch.game import shorten_game as shorten_job
 from tests.tensorwire.parameter_server.game import check_games
 from tests.tensorwire.parameter_server.game.plans import (
+    draw_plan_with_comings,
     draw_plan_with_files,
     draw_plan_with_leases,
+    draw_plan_with_moving_files,
     draw_plan_with_samples,
     draw_plan_with_sleepers,
 )
@@ -52,7 +54,9 @@ def _play_games(first: int, end: int) -> str:
         check_games(every)
         check_games(every[::2], draw_plan_with_samples)
         check_games(every[1::2], draw_plan_with_leases)
-        check_games(every, draw_plan_with_files)
+        check_games(every[::2], draw_plan_with_files)
+        check_games(every[::4], draw_plan_with_comings)
+        check_games(every[1::4], draw_plan_with_moving_files)
         check_seeds(check_pipeline, every, shorten_pipeline)
         check_seeds(check_job, tenth, shorten_job)
         check_games(tenth, draw_plan_with_sleepers)
