@@ -12,7 +12,11 @@ from benchmarks.commands import Column
 from benchmarks.counts import count
 from benchmarks.workloads import ROWS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("benchmarks")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("benchmarks"),
+    pytest.mark.timeout(400),  # on a busy machine it counts several times
+]
 
 REACHED = {
     ("TENSORWIRE", "empty"): (34.5, 26),
@@ -33,7 +37,7 @@ FILES_PASSED = (12, 10)
 """Files of ours that an empty call over TENSORWIRE passes, at the caller and at the callee."""
 _COUNTS_FILES = ("TENSORWIRE", "empty")
 _EACH_TIME = 0.9
-_MOST_COUNTS = 4
+_MOST_COUNTS = 8
 """Others that use the machine only add calls: what was once reached is reached again."""
 
 

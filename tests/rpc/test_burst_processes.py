@@ -14,7 +14,7 @@ from tests.rpc.worker_processes import WorkerProcess, call, joined_pair, leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_server"), pytest.mark.timeout(400)]
 
-CALLS = 30_000
+CALLS = 10_000
 
 
 _counter = itertools.count()
