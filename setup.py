@@ -23,6 +23,8 @@ COMPILED = [
     "rpc/calls/outstanding.py",
     "rpc/calls/packing.py",
     "rpc/calls/service.py",
+    "rpc/outcomes/sinks.py",
+    "rpc/runtime/executor.py",
     "rpc/transports/flow.py",
     "rpc/transports/tensorwire/busy_polling.py",
     "rpc/transports/tensorwire/channel.py",

@@ -27,7 +27,8 @@ from rpc.observe.watching import progress_of
 from rpc.outcomes.futures import Future, wait_in_usual_modes
 from rpc.outcomes.sinks import AnswerSink, AwaitedAnswerSink
 from rpc.runtime.clock import Clock
-from rpc.runtime.executor import blocking, current
+from rpc.runtime.current_thread import current
+from rpc.runtime.executor import blocking
 from rpc.runtime.states import States
 from rpc.runtime.torch_modes import function_modes, is_inference
 from rpc.transports.base import FrameKind, LendsMemory, MapsDevices

@@ -39,10 +39,10 @@ from rpc.observe.metrics import MOST_UNCOUNTED, ErrorKind, Series, tensor_bytes
 from rpc.observe.names import MethodName, method_name, text_of
 from rpc.observe.profiling import collector as profiled_calls
 from rpc.observe.spans import WatchedSink, leads_to, profiler_enabled, traced, watching
+from rpc.outcomes.call_future import CallFuture
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import (
     READ_BY_SENDER,
-    CallFuture,
     Decode,
     FutureSink,
     Sink,

@@ -27,8 +27,9 @@ from rpc.errors import (
 from rpc.ids import GlobalId
 from rpc.observe.metrics import Book, CallMetrics, ErrorKind
 from rpc.observe.spans import feeds, goes_on, tell_expired
+from rpc.outcomes.call_future import CallFuture
 from rpc.outcomes.futures import Future
-from rpc.outcomes.sinks import CallFuture, Sink
+from rpc.outcomes.sinks import Sink
 from rpc.protocol.calls import CallTable, Ending
 from rpc.runtime import finalizers
 from rpc.runtime.signals import restore, shut_out

@@ -13,12 +13,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from rpc.errors import DecodeError
+from rpc.errors import DecodeError, caused
 from rpc.outcomes.futures import Future, Waiter
 from rpc.runtime import torch_modes
-from rpc.runtime.executor import blocking, current
+from rpc.runtime.current_thread import current
+from rpc.runtime.executor import blocking
 from rpc.runtime.signals import let_in, restore
 from rpc.runtime.torch_modes import function_modes as _function_modes
 from rpc.runtime.torch_modes import is_inference as _is_inference
@@ -26,8 +27,6 @@ from rpc.transports.base import Frame, Unreceived
 from rpc.wire.codec import ImportNeeded, decode, decode_loaded
 from rpc.wire.messages import BARE_REPLY, Reply
 from rpc.wire.simple_values import NOT_SIMPLE, decode_simple
-
-T = TypeVar("T")
 
 
 class RunsCompletions(Protocol):
@@ -133,7 +132,7 @@ class WaitingCaller:
         except Exception:
             raise
         except BaseException as error:  # of the value's, as signal handlers are shut out here
-            raise harmless(error) from error
+            raise caused(harmless(error), error) from error
 
     def _block(self) -> None:
         before = let_in()
@@ -141,18 +140,6 @@ class WaitingCaller:
             self._arrived.acquire()
         finally:
             restore(before)
-
-
-class CallFuture(Future[T]):
-    """The future of a call, which can be found by it among thousands.
-
-    Attributes:
-        number: what the call table calls the request whose outcome comes here; 0 for none yet.
-    """
-
-    __slots__ = ("number",)
-
-    number: int
 
 
 class FutureSink:

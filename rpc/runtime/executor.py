@@ -28,10 +28,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
+from rpc.runtime.current_thread import Place, current
 from rpc.runtime.threads import Thread
 
 Task = Callable[[], None]
@@ -51,30 +51,6 @@ class _Role(enum.Enum):
 
     HANDLER = "handler"
     MONITOR = "monitor"
-
-
-class Place(Protocol):
-    """A place where handlers run; it has others go on elsewhere while one of them waits."""
-
-    def enter_wait(self) -> None:
-        """Notes that the running thread, which serves this place, begins to wait."""
-
-    def leave_wait(self) -> None:
-        """Notes that it has waited."""
-
-
-class _CurrentThread(threading.local):
-    """The place that the running thread serves, if any, and whether it waits."""
-
-    place: Place | None = None
-    waiting: bool = False
-    is_shared: bool = False
-    """True if it runs several handlers in turns."""
-    takes_part: bool = False
-    """True if it knows how many threads torch may use for one operation."""
-
-
-current = _CurrentThread()
 
 
 class blocking:  # it is used like a function
@@ -388,6 +364,7 @@ class Executor:
     def _take(self, wake_up: threading.Lock) -> Task | None:
         """The next task, waited for with ``wake_up``; None when this thread should end."""
         while True:
+            task = missing = None
             with self._lock:
                 if self._closed or self._active() > self._allowed():
                     self._size -= 1
@@ -395,16 +372,17 @@ class Executor:
                 if self._queue:
                     task = self._queue.popleft()
                     missing = self._staff()
-                    break
-                if len(self._idle) >= self._limit:
+                elif len(self._idle) >= self._limit:
                     self._size -= 1
                     return None
-                self._idle.append(wake_up)
+                else:
+                    self._idle.append(wake_up)
+            if task is not None:
+                self._start(missing)
+                return task
             wake_up.acquire()
             with self._lock:
                 self._coming -= 1
-        self._start(missing)
-        return task
 
     def _run(self, task: Task) -> None:
         """Raises nothing, whatever the task does."""
