@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from tensorwire.parameter_server.decisions.samples import Account, Batches
 from tensorwire.parameter_server.opaque import Carried
+from tensorwire.parameter_server.pickled import PickledByArguments
 
 
 class PushKind(enum.Enum):
@@ -33,7 +34,7 @@ class Refusal(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class Push(PickledByArguments):
     """One numbered message of a trainer to one shard.
 
     Args:

@@ -12,13 +12,14 @@ from tensorwire.parameter_server.decisions.clock import Clock
 from tensorwire.parameter_server.decisions.consistency import UNBOUNDED
 from tensorwire.parameter_server.decisions.pushes import Refusal
 from tensorwire.parameter_server.opaque import Carried
+from tensorwire.parameter_server.pickled import PickledByArguments
 
 AT_ONCE: Final = 0
 """The step of a pull that waits for nobody."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(PickledByArguments):
     """A question for rows.
 
     Args:

@@ -25,13 +25,14 @@ from tensorwire.parameter_server.declarations.dense_spec import PieceData
 from tensorwire.parameter_server.declarations.wire import Packed
 from tensorwire.parameter_server.kernels.arrays import Array, Ints
 from tensorwire.parameter_server.opaque import Carried, Response
+from tensorwire.parameter_server.pickled import PickledByArguments
 
 CHANNEL: Final = "tensorwire.ps/view/"
 """Begins the name of the channel on which clients hear of views; the cluster's name follows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TableIds:
+class TableIds(PickledByArguments):
     """Ids of rows of several tables, which are as wide and are packed alike.
 
     Args:
@@ -46,7 +47,7 @@ class TableIds:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class Known(PickledByArguments):
     """The changes of a shard up to which a trainer knows rows that it keeps.
 
     Args:
@@ -59,7 +60,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Changed:
+class Changed(PickledByArguments):
     """The rows in an answer to somebody who keeps rows: those that may be others than he knows.
 
     Args:
@@ -74,7 +75,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class TablePush:
+class TablePush(PickledByArguments):
     """Gradients of some rows.
 
     Args:
@@ -91,7 +92,7 @@ class TablePush:
 
 
 @dataclass(frozen=True, slots=True)
-class DensePush:
+class DensePush(PickledByArguments):
     """Gradients of the pieces of one shard.
 
     Args:
@@ -106,7 +107,7 @@ class DensePush:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(PickledByArguments):
     """The gradients of one push for one shard.
 
     Args:
@@ -119,7 +120,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(PickledByArguments):
     """The part of a pull that is for one shard.
 
     Args:
@@ -140,7 +141,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(PickledByArguments):
     """One message of a step: a push, a pull, or both."""
 
     cluster: str
@@ -167,7 +168,7 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class PullReply:
+class PullReply(PickledByArguments):
     """The answer to a pull.
 
     Args:
@@ -195,7 +196,7 @@ class PullReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(PickledByArguments):
     """The answer to a push without a pull: so many pushes of its sender are safe.
 
     Args:
