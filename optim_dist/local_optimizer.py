@@ -32,6 +32,8 @@ class LocalOptimizer:
 
     Raises:
         TypeError: what was made has no ``step()``.
+        ValueError: a parameter cannot be stepped here. One of a kind of its own says so by a method
+            ``why_not_stepped_here``, which returns the sentence, or None.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class LocalOptimizer:
         kwargs: Mapping[str, Any],
         grad_fields: GradFields,
     ) -> None:
+        _require_steppable(parameters)
         self._shadows = Shadows(parameters)
         self.optim = optimizer_class(self._shadows.tensors, *args, **kwargs)
         if not callable(getattr(self.optim, "step", None)):
@@ -152,6 +155,13 @@ def require_usable(optimizer_class: object) -> None:
         )
     if is_class:
         _require_no_closure(optimizer_class)
+
+
+def _require_steppable(parameters: Sequence[torch.Tensor]) -> None:
+    for parameter in parameters:
+        ask = getattr(type(parameter), "why_not_stepped_here", None)
+        if ask is not None and (reason := ask(parameter)) is not None:
+            raise ValueError(reason)
 
 
 def name_of(optimizer_class: object) -> str:

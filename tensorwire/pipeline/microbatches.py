@@ -63,6 +63,21 @@ def split(
     ]  # fmt: skip
 
 
+def require_no_gradients(positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Refuses arguments of a training step whose gradients somebody may wait for in vain.
+
+    Raises:
+        ValueError: a tensor requires a gradient.
+    """
+    named = {f"argument {place}": each for place, each in enumerate(positional)}
+    for name, value in {**named, **keywords}.items():
+        if any(each.requires_grad for each in tensors_of(value)):
+            raise ValueError(
+                f"{name} of the step requires a gradient, and a pipeline computes none for what it "
+                "is given; have a stage compute it, or give it as .detach()"
+            )
+
+
 def rows_of(given: Given) -> int:
     """The number of rows of a micro-batch: those of its first tensor that has any, or else 1."""
     tensors = tensors_of([given.positional, dict(given.keywords)])

@@ -25,7 +25,7 @@ from tensorwire.pipeline.balance import Balance
 from tensorwire.pipeline.batches import Loop, require_loop
 from tensorwire.pipeline.driver import Driver
 from tensorwire.pipeline.formation import Design, Stages, as_replicas, as_schedule
-from tensorwire.pipeline.microbatches import merge, split
+from tensorwire.pipeline.microbatches import merge, require_no_gradients, split
 from tensorwire.pipeline.optimizer import PipelineOptimizer
 from tensorwire.pipeline.parameters import gathered, replaced
 from tensorwire.pipeline.passes import Passes
@@ -253,11 +253,13 @@ class Pipeline:
 
         Raises:
             StageFailedError: a stage raised an error, or its worker was lost.
-            ValueError: the batch cannot be split, or an argument is missing or too many.
+            ValueError: the batch cannot be split, an argument is missing or too many, or requires
+                a gradient, which a pipeline does not compute.
         """
         if self._loss is None:
             raise ValueError("loss=None: a pipeline trains only with a loss")
         self._passes.require_keywords(keywords)
+        require_no_gradients(positional, {**keywords, "target": target})
         given = split(positional, keywords, target, self._microbatches)
         self.driver.go_home()
         return self._passes.train(given, self._loss, scale, self.driver.kept())

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from rpc import TlsOptions
+from tensorwire.checkpoint.chain import ABOUT
 from tensorwire.checkpoint.following import Folder, Source
 from tensorwire.checkpoint.remote.client import SCHEME, PublishedChain
 from tensorwire.checkpoint.remote.keys import read_reader_key
@@ -39,6 +40,11 @@ def source_of(
     if not separator:
         if cache is not None:
             raise ValueError(f"follow: cache={cache!r} is for URLs; {where!r} is a folder")
+        if (Path(where) / ABOUT).exists():
+            raise ValueError(
+                f"follow: {str(where)!r} is one version; follow the folder that it is in, "
+                f"{str(Path(where).parent)!r}"
+            )
         return Folder(where)
     if not is_publisher:
         return Mirror(StoredChain(str(where)), cache)

@@ -83,6 +83,12 @@ class StandIn(nn.Parameter):
         bound: Callable[[], object] = functools.partial(hook, self)
         return _hooked(self.gradient.later_hooks, bound)
 
+    def why_not_stepped_here(self) -> str | None:
+        """Returns why no ``DistributedOptimizer`` can have it; None if these rows are frozen."""
+        return (
+            self.gradient.only_servers_step("DistributedOptimizer") if self.requires_grad else None
+        )
+
     def __deepcopy__(self, memo: dict[int, object]) -> StandIn:
         """Makes a copy that stands for the same rows, and is frozen by itself."""
         made = memo[id(self)] = StandIn(self.gradient, self.requires_grad)

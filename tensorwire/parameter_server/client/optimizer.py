@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tensorwire.parameter_server.client import scaling, stand_ins, table_groups
 from tensorwire.parameter_server.client.cluster import Cluster
+from tensorwire.parameter_server.client.contexts import require_gradients_here
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.embedding import tables_of
 from tensorwire.parameter_server.client.exchange import (
@@ -243,6 +244,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             GradientError: gradients are not finite; see ``NanPolicy``.
             RolledBack: see there; :meth:`reload` gets the parameters of that snapshot.
+            RuntimeError: gradients are in a context of ``autograd_dist``, and not in ``grad``.
         """
         loss = None
         if closure is not None:
@@ -331,6 +333,7 @@ class Optimizer(torch.optim.Optimizer):
         rows = self.cluster.rows.as_pulled(rows)
         dense: dict[str, list[Tensor | None]] = {}
         if self.group is not None and self._pushing is Pushing.STEP:
+            require_gradients_here(self.group.name, self.group.parameters)
             dense[self.group.name] = self.group.gradients()
         return Step(rows, dense)
 

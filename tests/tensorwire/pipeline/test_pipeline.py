@@ -444,6 +444,11 @@ def test_arguments_that_cannot_be_right_are_named() -> None:
         ]:  # fmt: skip
             with pytest.raises(error, match=message):
                 Pipeline(**{"stages": [stage], "loss": nn.MSELoss(), **arguments})  # type: ignore[arg-type]
+        pipe, x = Pipeline([stage], loss=nn.MSELoss()), torch.ones(2, 3)
+        with pytest.raises(ValueError, match="argument 0 of the step requires a gradient"):
+            pipe.train_step([(x.requires_grad_(),)], target=[x.detach()])
+        with pytest.raises(ValueError, match="target of the step requires a gradient"):
+            pipe.train_step([x.detach()], target=[x])
 
 
 class _Adds(nn.Module):

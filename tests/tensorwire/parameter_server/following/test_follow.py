@@ -369,6 +369,11 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     with Published(tmp_path) as published:
         published.base(0)
         with _followed(tmp_path) as model:
+            one = tmp_path / "0000000000.base"
+            with pytest.raises(
+                ValueError, match=r"is one version; follow the folder that it is in"
+            ):
+                ps.follow(one)
             with pytest.raises(DeclarationError, match=r"no table 'x', but \['a/b c', 'items'\]"):
                 model.table("x")
             with pytest.raises(TypeError, match=r"ids are torch.int32"):
