@@ -283,6 +283,8 @@ def send_buffer(
         dtype: of its elements, default ``torch.float32``.
 
     Raises:
+        TypeError: the shape is no list of whole numbers, or the dtype is none of torch's.
+        ValueError: a size is below 0, or the dtype is quantized.
         UnknownWorkerError: there is no such worker.
         WorkerLostError: it is gone.
 

@@ -6,8 +6,9 @@ Owns nothing: each method leads to the part of the worker that does the work.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -35,6 +36,11 @@ from rpc.transports.base import FrameKind, LendsMemory, MapsDevices
 from rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
+
+_QUANTIZED: Final = frozenset(
+    {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+)
+"""Types whose values mean nothing without a scale."""
 
 
 class Worker:
@@ -143,13 +149,15 @@ class Worker:
     def _buffer(
         self, to: Destination, shape: Sequence[int], dtype: torch.dtype, kind: FrameKind
     ) -> torch.Tensor:
-        transport, count = self._shared.transport, math.prod(shape)
+        sizes = _sizes(shape)
+        _require_plain(dtype)
+        transport, count = self._shared.transport, math.prod(sizes)
         peer, memory = self._shared.group.find(to), None
         if isinstance(transport, LendsMemory):
             memory = transport.lend_memory(peer.id, kind, count * dtype.itemsize)
         if memory is None:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+            return torch.empty(sizes, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(*sizes)
 
     def store(self, namespace: str) -> KeyValueStore:
         """The group's key-value store; see :func:`rpc.extend.store`."""
@@ -288,3 +296,22 @@ def _always() -> bool:
 
 def _do_nothing() -> None:
     pass
+
+
+def _sizes(shape: Sequence[int]) -> list[int]:
+    """The shape of a buffer as ints, of which a user's whole numbers may be no instances."""
+    try:
+        sizes = [operator.index(size) for size in shape]
+    except TypeError:
+        raise TypeError(f"shape={shape!r} is not a list or tuple of whole numbers") from None
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"shape={shape!r} has a size below 0")
+    return sizes
+
+
+def _require_plain(dtype: object) -> None:
+    """Refuses a type that a buffer cannot have: torch ends the process over some of them."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r} is a {type(dtype).__name__}, not a torch.dtype")
+    if dtype in _QUANTIZED:
+        raise ValueError(f"dtype={dtype} is quantized; fill a buffer of a plain type")

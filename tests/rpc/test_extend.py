@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -293,6 +294,32 @@ def test_a_send_buffer_holds_what_was_written_wherever_it_lies(pair: list[Agent]
     assert sorted(total(tensors[0]) for _, _, tensors in taken) == [
         value * LARGE for value in range(1, 6)
     ]
+
+
+@pytest.mark.parametrize("size", [np.int64, torch.tensor])
+def test_the_sizes_of_a_buffer_may_be_any_whole_numbers(
+    pair: list[Agent], size: Callable[[int], Any]
+) -> None:
+    worker = pair[0].worker
+    for buffer_for in (worker.send_buffer, worker.reply_buffer):
+        assert buffer_for("bob", (size(2), size(LARGE))).shape == (2, LARGE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "told"),
+    [
+        (5, torch.int8, TypeError, "shape=5 is not a list or tuple of whole numbers"),
+        ((2.0,), torch.int8, TypeError, r"shape=\(2\.0,\) is not a list or tuple of whole"),
+        ((2, -1), torch.int8, ValueError, r"shape=\(2, -1\) has a size below 0"),
+        ((2,), "int8", TypeError, "dtype='int8' is a str, not a torch.dtype"),
+        ((LARGE,), torch.qint8, ValueError, "dtype=torch.qint8 is quantized"),
+    ],
+)
+def test_what_no_buffer_can_be_is_refused(
+    pair: list[Agent], shape: Any, dtype: Any, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        pair[0].worker.send_buffer("bob", shape, dtype)
 
 
 @pytest.fixture
