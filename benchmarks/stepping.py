@@ -52,6 +52,7 @@ class StoppedGroup:
         self._ends: list[Connection] = []
         self._processes = []
         fork = multiprocessing.get_context("fork")
+        gc.freeze()  # or else each collection in a child copies the memory that it looks at
         for rank in range(size):
             near, far = fork.Pipe()
             arguments = (rank, self._folder.name, far)
