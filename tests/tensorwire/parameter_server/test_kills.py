@@ -465,26 +465,50 @@ def _count_samples(
     return counts, told
 
 
+def _resize_for_ever(name: str, backups: int, consistency: Any, stop: str) -> int:
+    """Moves the cluster to three servers, back to two, and so on; returns how often that went well.
+
+    Some moves fail, as one of the servers is killed.
+    """
+    cluster, moves = _connect(name, 2, backups, consistency), 0
+    while not cluster.stats()["trainers"]:
+        time.sleep(0.01)
+    for size in itertools.cycle((3, 2)):
+        if Path(stop).exists():
+            break
+        with contextlib.suppress(ps.ParameterServerError, rpc.RpcError, TimeoutError):
+            cluster.resize(server_names(size), timeout=1.0)
+            moves += 1
+    return moves
+
+
 def _kill_while_samples_are_counted(group: Processes, tmp_path: Path, seed: int) -> None:
+    """Kills a server, a trainer, or one of each at once; of half of the clusters servers move."""
     dice, consistency = random.Random(seed), (ps.Async(), ps.BSP(ps.Reduce.SUM))[seed % 2]
     tracked = (counted.records, counted.records, counted.batches)[seed % 3]
     name, progress, backups = group.new_cluster(), tmp_path / "progress4", dice.choice([0, 1])
     paths = [(str(progress), str(tmp_path / "step 5")), ("", "")]
     for n, args in enumerate(paths):
         group.begin(f"trainer{n}", _count_samples, tracked, name, backups, consistency, *args)
+    stop, moves = tmp_path / "stop4", seed // 3 % 2 == 1
+    if moves:
+        group.begin("observer", _resize_for_ever, name, backups, consistency, str(stop))
     moment = dice.randrange(6, 30)
     waiting.until(lambda: _step(progress) >= moment, _SECONDS)
     time.sleep(dice.uniform(0, 0.01))  # no synchronisation: the moment is to be any
-    victim = dice.choice(["ps0", "ps1", "trainer0", "trainer1"])
-    group.kill(victim)
-    group.start(victim)
-    if victim.startswith("trainer"):
-        args = paths[int(victim[-1])]
-        group.begin(victim, _count_samples, tracked, name, backups, consistency, *args)
+    victims = dice.choice([("ps0",), ("ps1",), ("trainer0",), ("trainer1",), ("ps1", "trainer1")])
+    group.kill_at_once(*victims)
+    group.start(*victims)
+    for victim in victims:
+        if victim.startswith("trainer"):
+            args = paths[int(victim[-1])]
+            group.begin(victim, _count_samples, tracked, name, backups, consistency, *args)
     for n in range(2):
         counts, told = group.result(f"trainer{n}")
         assert set(counts) == {float(counted.EPOCHS)}
         assert (told["epoch"], told["in_flight"], told["left"]) == (counted.EPOCHS, 0, 0)
+    stop.touch()
+    assert not moves or group.result("observer") > 0
 
 
 # --- tests

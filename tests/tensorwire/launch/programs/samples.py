@@ -1,10 +1,11 @@
 """A server or a trainer that counts how often each sample was trained, while machines die.
 
-    samples.py FOLDER bsp|async batches|files
+    samples.py FOLDER bsp|async batches|files [SERVERS save|restore]
 
 Each worker writes its process to ``FOLDER/NAME.progress``, and a trainer after each step how far it
 is. At the end it writes how often each sample was trained to ``FOLDER/NAME.counts``. Nobody trains
-before there are two servers.
+before there are two servers, or so many. With ``save`` a trainer takes a snapshot at its 8th step,
+``FOLDER/saved``, from which another job goes on with ``restore``.
 """
 
 from __future__ import annotations
@@ -35,19 +36,27 @@ def main() -> None:
     if os.environ["ROLE_NAME"] == "ps":
         ps.serve()
     else:
-        train(folder, me, CONSISTENCIES[sys.argv[2]], KINDS[sys.argv[3]])
+        servers, what = (int(sys.argv[4]), sys.argv[5]) if len(sys.argv) > 4 else (2, "")
+        train(folder, me, CONSISTENCIES[sys.argv[2]], KINDS[sys.argv[3]], servers, what)
 
 
-def train(folder: Path, me: str, consistency: ps.BSP | ps.Async, kind: Kind) -> None:
-    cluster = ps.connect("ps", consistency=consistency, backups=1, grow=True)
+def train(
+    folder: Path, me: str, consistency: ps.BSP | ps.Async, kind: Kind, servers: int, what: str
+) -> None:
+    saved = folder / "saved"
+    restore = saved if what == "restore" else None
+    backups = min(1, servers - 1)
+    cluster = ps.connect("ps", consistency=consistency, backups=backups, grow=True, restore=restore)
     table = cluster.table("counts", 1, ps.SGD(lr=1.0))
     batches, begun = kind(cluster), folder / "begun"
-    while not begun.exists() and len(cluster.stats()["servers"]) < 2:
+    while not begun.exists() and len(cluster.stats()["servers"]) < servers:
         time.sleep(0.05)
     begun.touch()
     for ids in batches:
         table.push(ids, -torch.ones(len(ids), 1))
         note(folder, me, cluster.step)
+        if what == "save" and me == "trainer:0" and cluster.step == 8:
+            cluster.snapshot(saved)
         time.sleep(0.02)
     counts = table.pull(torch.arange(counted.SAMPLES))
     write(folder / f"{me}.counts", counts.flatten().tolist())
