@@ -52,6 +52,7 @@ cache_dir = build/mypy
 
 [mypy-torch.*,numpy.*,cloudpickle.*]
 follow_imports = skip
+follow_imports_for_stubs = True
 """
 
 
