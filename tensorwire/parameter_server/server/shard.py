@@ -128,9 +128,7 @@ class ShardServer:
             elif isinstance(effect, StartCopy):
                 with self.lane.state_lock:
                     self._copy(self, effect)
-        except (
-            rpc.AgentClosedError
-        ) as error:  # this worker has left its group: nobody asks any more
+        except rpc.AgentClosedError as error:  # this worker has left: nobody asks any more
             self.broken = str(error)
         except Exception as error:
             _logger.exception("shard %d of the parameter server is broken", self.replica.shard)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
+import rpc
 from rpc.testing import as_worker, local_group
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.decisions.records import Run
 from tensorwire.parameter_server.decisions.views import Server
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.server.host import Host, host
+from tensorwire.parameter_server.server.shard import ShardServer
 from tests.tensorwire.parameter_server.clusters import run, server_names
 from tests.waiting import until
 
@@ -64,3 +70,20 @@ def test_a_server_that_leaves_asks_nobody_any_more_and_turns_everybody_away() ->
                 node.peers.call(Server("ps0", 0), messages.LatestView(), answers.append)
         until(lambda: bool(answers))
         assert "NotHead" in repr(answers[0])
+
+
+def test_a_shard_at_work_while_its_worker_shuts_down_does_not_log_that_it_is_broken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    replica: Any = SimpleNamespace(shard=0)
+    state: Any = SimpleNamespace(run=lambda what: None)
+
+    def changed(shard: ShardServer, what: object) -> None:
+        raise rpc.AgentClosedError("this worker shut down")
+
+    shard = ShardServer(replica, state, changed, lambda shard, effect: None)
+    what: Any = object()
+    shard.lane.put([Run(what)])
+    shard.lane.run()
+    assert shard.broken == "this worker shut down"
+    assert caplog.text == ""
