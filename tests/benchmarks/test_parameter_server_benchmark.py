@@ -51,6 +51,7 @@ def test_each_program_is_compared_in_its_better_setting() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.xdist_group("benchmarks")
 @pytest.mark.skipif(sys.platform != "linux", reason="stops and continues processes")
 def test_the_smallest_comparison_runs() -> None:
@@ -74,7 +75,7 @@ def test_the_smallest_comparison_runs() -> None:
         env=os.environ | {"PYTHONPATH": str(_ROOT)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=380,
         check=False,
     )
     assert done.returncode == 0, done.stderr
