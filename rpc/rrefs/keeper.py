@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.errors import RpcError
 from rpc.group.members import Group
 from rpc.ids import Life
@@ -118,6 +119,8 @@ class ReferenceKeeper:
         if waited and not holding.constant:
             self.require_usable(holding)
         if holding.constant:
+            if timeout is not UNSET_RPC_TIMEOUT:
+                self._timeouts.of(timeout)  # refuses what a call would refuse
             return holding.constant[0]
         return self.calls.fetch(rref, self.owner_of(holding), timeout)
 

@@ -124,3 +124,14 @@ def test_a_wait_shorter_than_the_creation_times_out_on_its_own(fetches):
         rref.to_here(timeout=0.1)
     Gate.open.set()
     assert rref.to_here() == 1
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"), [("soon", TypeError), (-3.0, RpcTimeoutError), (None, TypeError)]
+)
+def test_a_timeout_that_is_none_is_refused_though_the_value_is_here(timeout, error):
+    with local_group("a", "b") as (a, _):
+        rref = a.remote("b", same, (3,))
+        assert rref.to_here() == rref.to_here(timeout=5) == 3
+        with pytest.raises(error, match="timeout must be"):
+            rref.to_here(timeout=timeout)
