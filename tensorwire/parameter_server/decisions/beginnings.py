@@ -20,13 +20,14 @@ def meeting(view: View, change: int, statuses: Iterable[Status], joins: Collecti
         joins: numbers of the trainers that begin there.
     """
     vector: dict[int, int] = {}
-    time = 0
+    time, finished = 0, set[int]()
     for status in statuses:
         time = max(time, status.time)
+        finished |= status.counts.keys() - status.members
         for trainer, count in status.counts.items():
             vector[trainer] = max(vector.get(trainer, 0), count)
     trainers = frozenset(trainer.number for trainer in view.trainers)
-    staying = trainers - set(joins)
+    staying = trainers - set(joins) - finished  # who may not have left the view yet
     start = min((vector[each] for each in staying if each in vector), default=time)
     return Cut(change, vector, dict.fromkeys(joins, start), time=time, trainers=trainers)
 

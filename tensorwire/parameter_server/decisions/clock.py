@@ -140,6 +140,7 @@ class Clock:
             latest,
             self._cut is None,
             frozenset(self._awaited),
+            frozenset(self._members),
         )
 
     # --- trainers

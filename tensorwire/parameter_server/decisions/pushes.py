@@ -156,6 +156,7 @@ class Status:
         cut: the cut that is ahead, or else the last that was reached.
         reached: whether the latter.
         awaited: shards whose rows have not arrived yet.
+        members: the trainers that are waited for; one that has finished is none.
     """
 
     counts: Mapping[int, int]
@@ -165,3 +166,4 @@ class Status:
     cut: Cut | None
     reached: bool
     awaited: frozenset[int]
+    members: frozenset[int]

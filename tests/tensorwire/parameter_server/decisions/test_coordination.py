@@ -106,7 +106,8 @@ class Played:
         """The answer of a shard."""
         self.given.append(order)
         counts = {each.number: 0 for each in self.view.trainers}
-        status = Status(counts, 0, self.view.epoch, None, None, True, frozenset())
+        epoch, members = self.view.epoch, frozenset(counts)
+        status = Status(counts, 0, epoch, None, None, True, frozenset(), members)
         return status if isinstance(order, orders.Query | orders.Hold) else None
 
     def store(self) -> None:
@@ -418,8 +419,8 @@ def test_who_takes_over_finishes_a_cut_that_some_shard_was_told(was_told: bool) 
     cut = Cut(5, {})
     for ask, tell in list(played.unheard.items()):
         assert tell.order == orders.Query()
-        passed = Status({}, 0, 0, None, cut, True, frozenset())
-        holds = Status({}, 0, 0, cut.change, None, True, frozenset())
+        passed = Status({}, 0, 0, None, cut, True, frozenset(), frozenset())
+        holds = Status({}, 0, 0, cut.change, None, True, frozenset(), frozenset())
         answer = passed if was_told and tell.shard == 0 else holds
         played.do(played.coordinator.answered(ask, answer, tell.to))
     told = {each.shard: each.order for each in played.unheard.values() if each.ask > ask}

@@ -41,6 +41,10 @@ def test_a_server_that_alone_has_a_vote_and_slept_goes_on_without_a_trainer() ->
     check_games([328], draw_plan_with_samples)
 
 
+def test_who_joins_while_another_is_about_to_leave_begins_where_those_who_stay_are() -> None:
+    check_games([2316], draw_plan_with_moving_files)
+
+
 @pytest.mark.parametrize("seeds", _LEASES_THAT_BROKE.values(), ids=_LEASES_THAT_BROKE)
 def test_what_broke_a_game_once_breaks_none(seeds: tuple[int, ...]) -> None:
     check_games(seeds, draw_plan_with_leases)
