@@ -87,6 +87,7 @@ def _be_worker(column: str, rank: int, size: int, url: str, barrier: Any, result
     results.put((began, time.monotonic(), time.process_time() - used))
     barrier.wait(_SECONDS_TO_START)  # who leaves must not slow down who still comes
     shutdown()
+    barrier.wait(_SECONDS_TO_START)  # torch's agents leave by a store that the first one hosts
     os._exit(0)
 
 
