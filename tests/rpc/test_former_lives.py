@@ -89,6 +89,7 @@ def test_one_that_is_being_taken_in_as_its_life_ends_does_not_run(server: Server
     assert _ran == []
 
 
+@pytest.mark.interpreted
 def test_one_that_waited_for_a_thread_has_no_outcome_for_its_successor(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ class TestDescribe:
         (stack,) = re.findall(r"thread rpc-bob-handler \[\d+\]:\n((?: .*\n)+)", text)
         assert "in wait_at_the_gate\n    gate.wait(20)" in stack
 
+    @pytest.mark.interpreted  # compiled functions are in no stack
     def test_threads_without_work_are_only_counted(self, pair: list[Agent]) -> None:
         assert pair[0].rpc_sync("bob", os.getpid) == os.getpid()
         until(lambda: "threads rpc-bob-handler: 1 without work" in describe(pair[1]))

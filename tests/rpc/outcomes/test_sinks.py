@@ -353,3 +353,30 @@ def test_a_callback_on_collected_futures_may_call_although_one_thread_delivers()
         both = torch.futures.collect_all(calls)
         chained = both.then(lambda _: alice.rpc_sync("bob", operator.add, (2, 3)))
         assert chained.wait() == 5
+
+
+class FreesIntoAnother:
+    """Has another reply taken while what held it is freed, as a finalizer of a tensor may."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self.then = then
+
+    def __del__(self) -> None:
+        self.then()
+
+
+def test_a_reply_that_comes_while_another_is_freed_keeps_what_it_holds() -> None:
+    completions, second = Completions(lends_delivery=False), Future[int]()
+    more = Reply(Status.OK, plain=False)
+    freed = FreesIntoAnother(
+        lambda: FutureSink(second, completions).replied(more, FRAME, Unpack(2))
+    )
+    frame: Any = Frame(FrameKind.REPLY, 1, b"", b"", (freed,))  # type: ignore[arg-type]
+    del freed
+    first = Future[int]()
+    FutureSink(first, completions).replied(more, frame, Unpack(1))
+    del frame
+    completions.run()
+    assert first.wait() == 1
+    completions.run()
+    assert second.wait() == 2
