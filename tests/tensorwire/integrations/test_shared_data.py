@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from itertools import chain
@@ -286,6 +287,17 @@ def crashing(trainer: Trainer) -> None:
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
 
 
+@pytest.fixture
+def loads_random_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Allows torch to load numpy's states all the time.
+
+    A Trainer allows it for a moment, in the whole process, and disallows it to those beside it.
+    """
+    with transformers.trainer_pt_utils.safe_globals():
+        monkeypatch.setattr(transformers.trainer, "safe_globals", nullcontext)
+        yield
+
+
 class TestResuming:
     def test_goes_on_where_the_servers_are_not_where_the_checkpoint_was(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -329,7 +341,9 @@ class TestResuming:
             as_trainer(lambda: make(tmp_path, **SAVING).train(resume_from_checkpoint=True))
 
     @pytest.mark.parametrize("are_new", [True, False])
-    def test_of_two_goes_on_with_both(self, are_new: bool, tmp_path: Path) -> None:
+    def test_of_two_goes_on_with_both(
+        self, are_new: bool, tmp_path: Path, loads_random_states: None
+    ) -> None:
         """Both crash after the first one's checkpoint, and resume it, with new servers or not."""
         meet = threading.Barrier(2)
 
