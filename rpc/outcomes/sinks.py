@@ -241,6 +241,4 @@ def harmless(error: BaseException) -> Exception:
     """The error to tell for one of unpacking, which must end neither this thread nor who waits."""
     if isinstance(error, Exception):
         return error
-    failure = DecodeError(f"unpacking what arrived raised {type(error).__name__}")
-    failure.__cause__ = error
-    return failure
+    return caused(DecodeError(f"unpacking what arrived raised {type(error).__name__}"), error)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from rpc.errors import RpcError
+from rpc.errors import RpcError, caused
 
 _NO_AGENT: Final = "Current RPC agent is not set!"
 """Begins what torch raises in TorchScript code that makes a call where no agent of torch's runs."""
@@ -77,5 +77,4 @@ def explained(error: BaseException) -> BaseException:
         "TorchScript code can make remote calls over TENSORPIPE only, and this worker's backend is "
         "another: set RPC_BACKEND=TENSORPIPE for every worker, or make the call from Python"
     )
-    told.__cause__ = error
-    return told.with_traceback(error.__traceback__)
+    return caused(told, error).with_traceback(error.__traceback__)
